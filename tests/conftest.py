@@ -1,0 +1,221 @@
+"""What the tests share: a model that says what it is told, clients in process and over real sockets, real servers."""
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx2
+import pytest
+import uvicorn
+from fastapi.testclient import TestClient
+from openai import OpenAI
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import main  # noqa: E402
+
+END = 0  # the scripted model's end-of-sequence token
+
+
+class ScriptedModel:
+    """Says its words one by one, to everybody alike; if gated, each word when the test lets it (`gate.release()`).
+
+    Token n + 1 is the n-th word. A prompt has one token per space-separated word. No torch is imported.
+    """
+
+    name, prefills_in_pieces, runs_alone, stop_ids = "scripted", True, False, frozenset({END})
+    defaults = main.Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+
+    def __init__(self, *words: str, gated: bool = False, context: int = 4096, seconds: float = 0.0,
+                 fail_at: int | None = None):
+        self.words, self.gated, self.context, self.seconds, self.fail_at = words, gated, context, seconds, fail_at
+        self.gate = threading.Semaphore(0)
+        self.asked: list[str] = []  # the last message of every prompt encoded
+        self.opened = self.forwards = self.prompt_tokens = self.drawn = 0
+
+    def encode(self, messages):
+        self.asked.append(messages[-1].content)
+        return [1] * sum(len(m.content.split()) for m in messages)
+
+    def open(self):
+        self.opened += 1
+        return main.SequenceState(None)
+
+    def forward(self, work):
+        self.forwards += 1
+        for item in work:
+            if len(item.tokens) > 1 or not item.wants_token:
+                self.prompt_tokens += len(item.tokens)
+            if item.wants_token and self.gated:
+                self.gate.acquire()
+        time.sleep(self.seconds)
+
+    def sample(self, logits, draws):
+        self.drawn += len(draws)
+        if any(draw.n == self.fail_at for draw in draws):
+            raise RuntimeError("scripted failure")
+        return [draw.n + 1 if draw.n < len(self.words) else END for draw in draws]
+
+    def reader(self, stop):
+        return ScriptedReader(self.words)
+
+    def failure(self, error):
+        return main.ApiError(500, "The model failed while generating.", "generation_failed")
+
+
+class ScriptedReader:
+    def __init__(self, words):
+        self.words = words
+
+    def feed(self, token):
+        return self.words[token - 1], False
+
+    def flush(self):
+        return ""
+
+
+def chat(text="hi", **fields):
+    """A chat request's body."""
+    return {"model": "scripted", "messages": [{"role": "user", "content": text}], **fields}
+
+
+def parse_sse(text):
+    """The blocks of an SSE text as dicts of their fields; comments are left out."""
+    blocks = []
+    for block in text.split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.split("\n") if line and not line.startswith(":"))
+        if fields:
+            blocks.append(fields)
+    return blocks
+
+
+def text_of(frames):
+    """The joined content of chat frames (dicts as `parse_sse` gives them)."""
+    chunks = [json.loads(f["data"]) for f in frames if f["data"] != "[DONE]"]
+    return "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c.get("choices"))
+
+
+def wait_until(condition, seconds=20.0):
+    """Wait for something another thread or process does; fail loudly if it never does."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if result := condition():
+            return result
+        time.sleep(0.01)
+    raise AssertionError(f"not within {seconds} s: {condition}")
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """Settings for one test: its own database, nothing from the environment."""
+
+    def make(**values):
+        return main.Settings(**{"sessions_db_path": tmp_path / "sessions.db", "models_dir": ROOT / "models", **values})
+
+    return make
+
+
+@pytest.fixture
+def client(settings):
+    """`client(model, **settings)` is a FastAPI TestClient over that model, in process; streams are streamed."""
+    with contextlib.ExitStack() as stack:
+
+        def make(model, **values):
+            app = main.create_app(settings(**values), load=lambda *_: model)
+            return stack.enter_context(TestClient(app, raise_server_exceptions=False))
+
+        yield make
+
+
+@pytest.fixture
+def live(settings):
+    """`live(model, **settings)` is the base URL of a server over that model on a real socket, in a thread."""
+    with contextlib.ExitStack() as stack:
+
+        def make(model, **values):
+            return stack.enter_context(running_app(main.create_app(settings(**values), load=lambda *_: model)))
+
+        yield make
+
+
+@contextlib.contextmanager
+def running_app(app):
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    wait_until(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+
+
+def sdk(base, **options):
+    """The official client, pointed at a server, without retries of its own."""
+    return OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, **options)
+
+
+class Process:
+    """A real server in a process of its own: `python main.py`, `uvicorn main:app`, or a scripted model's."""
+
+    def __init__(self, command, env, log):
+        self.port = free_port()
+        self.base = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        command = [part.replace("{port}", str(self.port)) for part in command]
+        with open(log, "ab") as output:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
+                env={**os.environ, "PORT": str(self.port), **{k: str(v) for k, v in env.items()}})
+        wait_until(self.answers, 60)
+
+    def answers(self):
+        assert self.process.poll() is None, Path(self.log).read_text()
+        with contextlib.suppress(httpx2.TransportError):
+            return httpx2.get(f"{self.base}/health", timeout=5).status_code == 200
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+    def terminate(self):
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=100)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start(**environment)` runs `python main.py`; `command=[...]` another server. All share the test's database."""
+    started = []
+
+    def make(command=(sys.executable, "main.py"), **env):
+        base = {"SESSIONS_DB_PATH": tmp_path / "sessions.db", "MODELS_DIR": ROOT / "models", "MODEL_REPO_ID": "demo"}
+        started.append(Process(list(command), {**base, **env}, tmp_path / "server.log"))
+        return started[-1]
+
+    yield make
+    for server in started:
+        server.kill()
+
+
+SCRIPTED_SERVER = (sys.executable, str(ROOT / "tests" / "scripted_server.py"))

@@ -1,0 +1,328 @@
+"""The engine over a scripted model: who gets what in a step, what ends a job, and what ends nothing else."""
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+
+import pytest
+from conftest import ScriptedModel, main, wait_until
+
+WORDS = [f"w{n} " for n in range(20)]
+
+
+class Recorder(ScriptedModel):
+    """Notes who is fed how much in each step, as (sequence, tokens); `held`, each step waits for `let_go`."""
+
+    def __init__(self, *words, held=False, pieces=True, **options):
+        super().__init__(*words, **options)
+        self.prefills_in_pieces, self.held = pieces, held
+        self.steps = []
+        self.entered, self.let_go = threading.Semaphore(0), threading.Semaphore(0)
+
+    def open(self):
+        super().open()
+        return main.SequenceState(self.opened - 1)
+
+    def forward(self, work):
+        self.steps.append([(item.state.cache, len(item.tokens)) for item in work])
+        super().forward(work)
+        if self.held:
+            self.entered.release()
+            assert self.let_go.acquire(timeout=20)
+
+    def inside(self):
+        assert self.entered.acquire(timeout=20)
+
+    def step(self):
+        """Let the step that waits go, and wait for the next one."""
+        self.let_go.release()
+        self.inside()
+
+
+class Hall:
+    """An engine and what its jobs said, in order, as (job's name, event)."""
+
+    def __init__(self, model, places=4, chunk=16):
+        self.engine = main.Engine(model, places, chunk)
+        self.said = []
+        self.ends = queue.SimpleQueue()
+
+    def submit(self, name, budget=3, prompt=1, on_event=None):
+        def emit(event):
+            self.said.append((name, event))
+            if on_event:
+                on_event(job, event)
+            if isinstance(event, main.Finished | main.Failed):
+                self.ends.put(name)
+
+        job = main.Job([1] * prompt, main.Sampling(max_new_tokens=budget, temperature=0.0), emit)
+        self.engine.submit(job)
+        return job
+
+    def wait(self, count=1):
+        return [self.ends.get(timeout=20) for _ in range(count)]
+
+    def of(self, name):
+        return [event for who, event in self.said if who == name]
+
+    def text(self, name):
+        return "".join(event.text for event in self.of(name) if isinstance(event, main.TextDelta))
+
+    def tellers(self):
+        return [who for who, event in self.said if isinstance(event, main.TextDelta)]
+
+
+@pytest.fixture
+def hall():
+    """`hall(model, places, chunk)` is a Hall whose engine is not yet started, and is stopped at the end."""
+    halls = []
+
+    def make(*args, **options):
+        halls.append(Hall(*args, **options))
+        return halls[-1]
+
+    yield make
+    for each in halls:
+        each.engine.stop()
+
+
+def started(hall):
+    hall.engine.start()
+    return hall
+
+
+def cancel(job, _=None):
+    job.cancelled = True
+
+
+# -- turns ---------------------------------------------------------------------------------------------------------
+def test_jobs_take_turns_token_by_token(hall):
+    h = hall(ScriptedModel(*WORDS))
+    for name in "abc":
+        h.submit(name, budget=4)
+    started(h).wait(3)
+    assert h.tellers() == list("abc" * 4)
+
+
+def test_a_long_prompt_is_computed_in_chunks_between_the_tokens_of_others(hall):
+    model = Recorder(*WORDS)
+    h = hall(model, chunk=16)
+    h.submit("short", budget=8)
+    h.submit("long", budget=2, prompt=60)
+    started(h).wait(2)
+    assert [dict(step).get(1) for step in model.steps[:6]] == [15, 16, 16, 13, 1, None]
+    assert h.tellers() == ["short"] * 3 + ["short", "long"] * 2 + ["short"] * 3
+
+
+def test_a_step_computes_no_more_of_all_prompts_together_than_one_chunk(hall):
+    model = Recorder(*WORDS)
+    h = hall(model, chunk=16)
+    for n, size in enumerate((7, 50, 16, 3)):
+        h.submit(n, budget=2, prompt=size)
+    started(h).wait(4)
+    fed, sizes = Counter(), {0: 7, 1: 50, 2: 16, 3: 3}
+    for step in model.steps:
+        assert sum(size for who, size in step if fed[who] < sizes[who]) <= 16
+        fed.update(dict(step))
+    assert fed == Counter({who: size + 1 for who, size in sizes.items()})
+
+
+def test_the_prompt_that_has_waited_longest_is_computed_first(hall):
+    h = hall(Recorder(*WORDS), chunk=16)
+    for name, size in (("first", 64), ("second", 20), ("third", 20)):
+        h.submit(name, budget=1, prompt=size)
+    assert started(h).wait(3) == ["first", "second", "third"]
+
+
+def test_a_prompt_goes_whole_to_a_model_that_cannot_take_it_in_pieces(hall):
+    model = Recorder(*WORDS, pieces=False)
+    h = hall(model, chunk=16)
+    h.submit("a", budget=2, prompt=60)
+    h.submit("b", budget=2, prompt=20)
+    started(h).wait(2)
+    assert model.steps == [[(0, 60)], [(0, 1), (1, 20)], [(1, 1)]]
+
+
+def test_places_are_bounded_and_given_in_the_order_of_asking(hall):
+    model = Recorder(*WORDS)
+    h = hall(model, places=2)
+    for n in range(6):
+        h.submit(n, budget=3)
+    started(h).wait(6)
+    assert [who for who, event in h.said if event == main.Started()] == list(range(6))
+    assert max(len(step) for step in model.steps) == 2
+
+
+def test_a_place_goes_to_the_next_as_soon_as_one_is_free(hall):
+    model = Recorder(*WORDS)
+    h = hall(model, places=2)
+    for n, budget in enumerate((1, 5, 4)):
+        h.submit(n, budget=budget)
+    started(h).wait(3)
+    assert [[who for who, _ in step] for step in model.steps] == [[0, 1], *[[1, 2]] * 4]
+
+
+# -- what a job says -----------------------------------------------------------------------------------------------
+def test_a_job_says_that_it_started_then_its_tokens_then_its_end(hall):
+    h = hall(ScriptedModel("Hel", "lo"))
+    h.submit("a", budget=9)
+    started(h).wait()
+    delta = main.TextDelta
+    assert h.of("a") == [main.Started(), delta("Hel", 1), delta("lo", 2), delta("", 0), main.Finished("stop")]
+
+
+@pytest.mark.parametrize("budget", [1, 2, 7])
+def test_a_budget_is_met_exactly(hall, budget):
+    model = ScriptedModel(*WORDS)
+    h = hall(model)
+    h.submit("a", budget=budget, prompt=40)
+    started(h).wait()
+    assert h.text("a") == "".join(WORDS[:budget])
+    assert h.of("a")[-1] == main.Finished("length")
+    assert model.drawn == budget
+
+
+def test_an_answer_that_ends_with_its_budget_ended_by_itself(hall):
+    h = hall(ScriptedModel("a", "b"))
+    h.submit("a", budget=3)
+    started(h).wait()
+    assert h.of("a")[-1] == main.Finished("stop")
+
+
+# -- cancelling ----------------------------------------------------------------------------------------------------
+def test_a_job_cancelled_while_it_waits_is_never_begun(hall):
+    model = Recorder(*WORDS, held=True)
+    h = started(hall(model, places=1))
+    h.submit("runs", budget=2)
+    model.inside()
+    waits = h.submit("waits")
+    h.submit("next", budget=1)
+    model.step()  # "waits" is in the queue now
+    cancel(waits)
+    model.step()
+    model.let_go.release()
+    assert h.wait(2) == ["runs", "next"]
+    assert h.of("waits") == []
+    assert model.opened == 2
+
+
+def test_a_job_cancelled_in_prefill_gets_no_further_chunk(hall):
+    model = Recorder(*WORDS, held=True)
+    h = started(hall(model, chunk=16))
+    job = h.submit("long", prompt=100)
+    h.submit("other", budget=3)
+    model.inside()
+    cancel(job)
+    for _ in range(3):
+        model.step()
+    model.let_go.release()
+    h.wait()
+    assert [size for step in model.steps for who, size in step if who == 0] == [16]
+    assert h.of("long") == [main.Started()]
+
+
+def test_a_job_cancelled_between_two_tokens_says_no_more(hall):
+    model = Recorder(*WORDS)
+    h = hall(model)
+    h.submit("a", budget=9, on_event=lambda job, event: event == main.TextDelta("w1 ", 2) and cancel(job))
+    h.submit("b", budget=9)
+    started(h).wait()
+    assert h.text("a") == "w0 w1 " and isinstance(h.of("a")[-1], main.TextDelta)
+    assert sum(who == 0 for step in model.steps for who, _ in step) == 2
+    assert h.text("b") == "".join(WORDS[:9])
+
+
+def test_a_job_cancelled_during_its_step_is_in_no_later_one(hall):
+    model = Recorder(*WORDS, held=True)
+    h = started(hall(model))
+    job = h.submit("a", budget=9)
+    model.inside()
+    model.step()
+    cancel(job)
+    h.submit("b", budget=2)
+    model.step()
+    said = list(h.of("a"))
+    model.step()
+    model.let_go.release()
+    h.wait()
+    assert [[who for who, _ in step] for step in model.steps] == [[0], [0], [1], [1]]
+    assert h.of("a") == said
+
+
+def test_a_cancelled_job_gives_its_place_to_the_next(hall):
+    h = hall(ScriptedModel(*WORDS), places=1)
+    h.submit("a", budget=9, on_event=cancel)
+    h.submit("b", budget=2)
+    started(h).wait()
+    assert h.text("b") == "w0 w1 "
+
+
+# -- faults --------------------------------------------------------------------------------------------------------
+def test_a_step_that_fails_ends_its_jobs_and_the_engine_goes_on(hall):
+    h = hall(ScriptedModel(*WORDS, fail_at=3), places=2)
+    for name, budget in (("a", 9), ("b", 9), ("c", 3)):
+        h.submit(name, budget=budget)
+    assert sorted(started(h).wait(3)) == ["a", "b", "c"]
+    for name in "ab":
+        assert h.text(name) == "w0 w1 w2 "
+        assert h.of(name)[-1].error.code == "generation_failed"
+    assert h.of("c")[-1] == main.Finished("length")
+
+
+def test_a_step_that_fails_spares_the_job_that_it_did_not_feed(hall):
+    h = hall(ScriptedModel(*WORDS, fail_at=1), chunk=16)
+    h.submit("answers", budget=9)
+    h.submit("prefills", budget=1, prompt=60)
+    h.submit("waits", budget=1, prompt=20)
+    started(h).wait(3)
+    assert [type(h.of(name)[-1]) for name in ("answers", "prefills", "waits")] == [
+        main.Failed, main.Failed, main.Finished]
+
+
+def test_a_job_whose_memory_cannot_be_had_fails_and_the_engine_goes_on(hall):
+    class Full(ScriptedModel):
+        def open(self):
+            super().open()
+            if self.opened == 1:
+                raise MemoryError
+            return main.SequenceState(None)
+
+    h = hall(Full(*WORDS))
+    h.submit("a")
+    started(h).wait()
+    h.submit("b")
+    h.wait()
+    assert h.of("a") == [main.Started(), h.of("a")[-1]] and isinstance(h.of("a")[-1], main.Failed)
+    assert h.of("b")[-1] == main.Finished("length")
+
+
+# -- the thread ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("running", [False, True])
+def test_stop_ends_the_thread(hall, running):
+    before = set(threading.enumerate())
+    h = started(hall(ScriptedModel(*WORDS, seconds=0.01)))
+    thread, = set(threading.enumerate()) - before
+    if running:
+        h.submit("endless", budget=10**6)
+        h.engine.submit(main.Job([1] * 10**6, main.Sampling(max_new_tokens=1), lambda _: None))
+        wait_until(lambda: h.said)
+    h.engine.stop()
+    wait_until(lambda: not thread.is_alive())
+
+
+def test_a_hundred_jobs_from_eight_threads_all_end_with_their_own_answer(hall):
+    h = started(hall(ScriptedModel(*WORDS), places=7, chunk=16))
+    budgets = {n: 1 + n % 11 for n in range(100)}
+
+    def submit(mine):
+        for n in mine:
+            h.submit(n, budget=budgets[n], prompt=1 + n)
+
+    threads = [threading.Thread(target=submit, args=(range(k, 100, 8),)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(h.wait(100)) == list(range(100))
+    assert {n: h.text(n) for n in budgets} == {n: "".join(WORDS[:size]) for n, size in budgets.items()}
