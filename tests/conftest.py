@@ -49,6 +49,15 @@ class ScriptedModel:
         self.opened += 1
         return main.SequenceState(None)
 
+    def fork(self, state):
+        return main.SequenceState(None)
+
+    def check(self, sampling):
+        pass
+
+    def logprobs(self, logits, draws, tokens):
+        return [main.TokenLogprob(w, w.encode(), -1.0) for w in ((*self.words, "")[draw.n] for draw in draws)]
+
     def forward(self, work):
         self.forwards += 1
         for item in work:

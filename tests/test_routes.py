@@ -119,7 +119,7 @@ def test_health_answers_and_requests_are_checked_while_a_load_blocks_its_thread(
     asked = crowd.submit(server.chat)
     server.is_waited_for_by(1)
     assert server.get("/health").status_code == 200
-    assert error_of(server.chat(n=2)) == (400, "unsupported_parameter")
+    assert error_of(server.chat(functions=[1])) == (400, "unsupported_parameter")
     assert not asked.done()
     load.finish()
     assert asked.result().status_code == 200
@@ -218,7 +218,7 @@ def test_a_request_during_the_load_that_does_not_fit_is_refused_when_the_model_i
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("fields,code", [
-    ({"max_tokens": 9}, "context_length_exceeded"), ({"n": 2}, "unsupported_parameter")])
+    ({"max_tokens": 9}, "context_length_exceeded"), ({"functions": [1]}, "unsupported_parameter")])
 def test_once_the_model_is_there_every_refusal_precedes_the_status_line(client, stream, fields, code):
     served = client(ScriptedModel("a", context=4))
     assert served.post(URL, json=chat()).status_code == 200

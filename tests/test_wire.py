@@ -87,6 +87,18 @@ WRONG = [
       for value in ("-0.01", high, "true", '"1"', "NaN", "Infinity", "-Infinity", "1e999", "1" * 400)),
     *(("top_k", value, "top_k") for value in ("-2", "1000001", "true", '"5"', "2.5", "NaN")),
     *(("seed", value, "seed") for value in ("-1", str(2**63), "true", '"5"', "0.5", "NaN")),
+    *(("n", value, "n") for value in ("0", "17", "-1", "true", '"2"', "1.5", "1000000000")),
+    *((name, value, name) for name in ("frequency_penalty", "presence_penalty")
+      for value in ("-2.01", "2.01", "1e308", "true", '"1"', "NaN", "Infinity")),
+    *(("repetition_penalty", value, "repetition_penalty") for value in ("0", "-1", "10.1", "1e308", "true", "NaN")),
+    *(("top_logprobs", value, "top_logprobs") for value in ("-1", "21", "1000000", "true", '"5"')),
+    *(("min_tokens", value, "min_tokens") for value in ("-1", "true", '"1"', str(2**31))),
+    ("logprobs", "1", "logprobs"), ("ignore_eos", "1", "ignore_eos"), ("logit_bias", "[]", "logit_bias"),
+    ("logit_bias", json.dumps({str(n): 1 for n in range(1025)}), "logit_bias"),
+    *(("logit_bias", f'{{"{key}": 1}}', "logit_bias") for key in ("a", "-1", "1.5", "", "٣")),
+    *(("logit_bias", f'{{"5": {value}}}', "logit_bias") for value in ("101", "-100.5", "NaN", "true", '"1"')),
+    ("stop_token_ids", "5", "stop_token_ids"), ("stop_token_ids", json.dumps([1] * 65), "stop_token_ids"),
+    *(("stop_token_ids", f"[{value}]", "stop_token_ids[0]") for value in ("-1", "true", '"1"', str(2**31))),
     *(("stop", value, "stop") for value in ("1", "true", "{}", '""', json.dumps("x" * 1025), json.dumps(["x"] * 17))),
     *(("stop", value, "stop[0]") for value in ("[1]", '[""]', "[null]", '[["x"]]', json.dumps(["x" * 1025]))),
 ]
@@ -101,6 +113,9 @@ def test_a_field_of_the_wrong_type_or_beyond_its_bounds_is_refused_by_name(serve
 
 @pytest.mark.parametrize("name,value", [
     *((name, value) for name in ("temperature", "top_p", "min_p") for value in ("0", "1", "0.5", "1e-300", "-0.0")),
+    ("n", "1"), ("n", "16"), ("frequency_penalty", "-2"), ("presence_penalty", "2"), ("repetition_penalty", "0.01"),
+    ("logit_bias", '{"5": -100}'), ("logit_bias", "{}"), ("logprobs", "true"), ("top_logprobs", "0"),
+    ("min_tokens", "0"), ("ignore_eos", "false"), ("stop_token_ids", "[5]"),
     ("temperature", "2"), *(("top_k", value) for value in ("-1", "0", "1000000")), ("seed", "0"),
     ("seed", str(2**63 - 1)), ("max_tokens", "1"), ("max_completion_tokens", "1"), ("stop", "[]"), ("stop", '"x"'),
     ("stop", json.dumps(["x"] * 16)), ("stop", json.dumps("x" * 1024)), ("metadata", '{"a": "b"}'), ("metadata", "{}"),
@@ -176,17 +191,16 @@ def test_a_session_id_of_letters_digits_and_marks_is_taken(served, label):
 
 # -- what is not built, and what nobody knows ------------------------------------------------------------------
 REAL_VALUES = {
-    "n": 2, "best_of": 3, "frequency_penalty": 0.5, "presence_penalty": -1, "logit_bias": {"50256": -100},
-    "logprobs": True, "top_logprobs": 5, "tools": [{"type": "function", "function": {"name": "f"}}],
+    "best_of": 3, "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": "required", "parallel_tool_calls": "yes", "functions": [{"name": "f"}], "reasoning_effort": "none",
     "response_format": {"type": "json_object"}, "modalities": ["text", "audio"], "prediction": {"type": "content"},
-    "ignore_eos": True, "min_tokens": 1, "stop_token_ids": [1], "prompt_embeds": "AA==", "echo": True,
+    "prompt_embeds": "AA==", "echo": True,
 }
 
 
 @pytest.mark.parametrize("name,value", [
     *((name, {"some": "value"}) for name in main.NOT_BUILT), *REAL_VALUES.items(),
-    ("n", True), ("n", 0), ("logprobs", 0), ("top_logprobs", False), ("frequency_penalty", False), ("tools", {}),
+    ("best_of", True), ("echo", 0), ("prompt_logprobs", False), ("tools", {}),
     ("response_format", {"type": "text", "schema": {}})], ids=lambda v: json.dumps(v)[:24])
 def test_what_is_not_built_is_refused_by_name(served, name, value):
     message = refused(post(served, {**chat(), name: value}), code="unsupported_parameter", param=name)
