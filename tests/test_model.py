@@ -596,9 +596,18 @@ def test_a_model_is_named_in_any_of_these_ways(tmp_path, name, source):
     place = tmp_path / "folder@home"
     place.mkdir()
     (place / "file.gguf").touch()
+    (place / "other.gguf").touch()
     chosen = main.Settings(model_repo_id=name.format(folder=place))
     found = main.find_source(chosen, lambda _: None)
     assert (found.repo, found.revision, found.gguf) == tuple(part and part.format(folder=place) for part in source)
+
+
+@pytest.mark.parametrize("name", ["{folder}", "{folder}/a.gguf", "{folder}:a.gguf", "./nowhere", "~/nowhere", "a.gguf"])
+def test_a_place_that_does_not_exist_is_refused_as_such_and_not_sought_on_the_hub(tmp_path, name):
+    chosen = main.Settings(model_repo_id=name.format(folder=tmp_path / "nowhere"))
+    with pytest.raises(main.ApiError, match="There is no") as refusal:
+        main.find_source(chosen, lambda _: None)
+    assert str(tmp_path) not in refusal.value.detail and chosen.served_id in refusal.value.detail
 
 
 def test_a_gguf_file_in_the_working_folder_is_found(tmp_path, monkeypatch):

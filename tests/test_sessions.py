@@ -1012,7 +1012,7 @@ def test_a_second_server_on_the_same_file_is_refused(client, database):
 
     said = refused_start(database)
 
-    assert f"{database} cannot be used" in said and "Another server may have it open" in said
+    assert f"{database} cannot be used" in said and "another server has it open" in said
     assert wires(events(http).content) == frames
 
 

@@ -63,7 +63,11 @@ def test_a_body_that_is_no_json_is_refused_as_such(served, body):
     refused(post(served, body), code="invalid_json")
 
 
-@pytest.mark.parametrize("body", [b"", b"null", b"[]", b"1", b'"text"', b"true", b"NaN"])
+def test_an_empty_body_is_refused_as_no_json(served):
+    assert "empty" in refused(post(served, b""), code="invalid_json")
+
+
+@pytest.mark.parametrize("body", [b"null", b"[]", b"1", b'"text"', b"true", b"NaN"])
 def test_a_body_that_is_no_object_is_refused(served, body):
     refused(post(served, body))
 
@@ -184,7 +188,7 @@ def test_a_session_id_that_could_not_stand_in_a_frame_id_is_refused(served, labe
     refused(post(served, {**chat(), "session_id": label}), param="session_id")
 
 
-@pytest.mark.parametrize("label", ["x" * 128, "a.b_c-D", "0", "", "chatcmpl"])
+@pytest.mark.parametrize("label", ["x" * 128, "a.b_c-D", "0", "", "chatcmpl", "..."])
 def test_a_session_id_of_letters_digits_and_marks_is_taken(served, label):
     assert accepted(post(served, {**chat(), "session_id": label})) is None
 
