@@ -49,7 +49,16 @@ from dotenv import dotenv_values, load_dotenv
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+)
 from sse_starlette import EventSourceResponse
 from sse_starlette.sse import SendTimeoutError
 from starlette.exceptions import HTTPException
@@ -180,10 +189,34 @@ class ApiError(HTTPException):
 
 
 def _no_lone_surrogates(text: str) -> str:
-    # JSON may spell half a character; no tokenizer, file or socket can carry it.
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        raise ValueError("text contains a lone surrogate, which is not a character")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON may spell half a character; no tokenizer, file or socket can carry it
+        raise ValueError("text contains a lone surrogate, which is not a character") from None
     return text
+
+
+def parse_json(text: str, where: str) -> Any:
+    """JSON within a request's string. Raises ApiError 400 for what is none, for NaN and for halves of characters."""
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        value = json.loads(text, parse_constant=refuse)
+        _no_lone_surrogates(json.dumps(value, ensure_ascii=False))
+        return value
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"{where}: not JSON: {error}.", "invalid_value", where) from error
+
+
+def at_most(count: int) -> BeforeValidator:
+    """A bound that is checked first: a million bad items must not become a million errors."""
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > count:
+            raise ValueError(f"at most {count} items are taken")
+        return value
+
+    return BeforeValidator(check)
 
 
 Text = Annotated[str, AfterValidator(_no_lone_surrogates)]
@@ -228,9 +261,9 @@ class ToolCall(Wire):
 
 class ChatMessage(Wire):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[ContentPart] | None = None
+    content: Annotated[Text | list[ContentPart] | None, at_most(1024)] = None
     name: Short | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall] | None, at_most(256)] = None
     tool_call_id: Short | None = None
 
 
@@ -259,7 +292,7 @@ class StructuredOutputs(Wire):
 
     json_: dict[str, Any] | Text | None = Field(None, alias="json")
     regex: Text | None = None
-    choice: Annotated[list[Text], Field(min_length=1, max_length=1000)] | None = None
+    choice: Annotated[Annotated[list[Text], Field(min_length=1)] | None, at_most(1000)] = None
     grammar: Text | None = None
 
 
@@ -270,7 +303,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 class ChatRequest(Wire):
     model: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), at_most(4096)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -282,13 +315,13 @@ class ChatRequest(Wire):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias] | None, at_most(1024)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId] | None, at_most(64)] = None
+    stop: Annotated[StopString | list[StopString] | None, at_most(16)] = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
@@ -296,7 +329,7 @@ class ChatRequest(Wire):
     session_id: Label | None = None
     store: bool | None = None
     user: Text | None = None
-    metadata: Annotated[dict[Short, Short], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[Short, Short] | None, at_most(16)] = None
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
     service_tier: Short | None = None
@@ -350,7 +383,7 @@ def _unknown_fields(value: object, path: str) -> Iterator[tuple[str, str, Any]]:
 
 def header_list(names: Sequence[str]) -> str:
     """`names` for a header: any character a client may have sent is made safe, and the length stays bounded."""
-    shown = [quote(name[:64], safe="[]._-")[:128] for name in names[:32]]
+    shown = [quote(name[:64], safe="[]._-")[:128] or '""' for name in names[:32]]
     return ", ".join(shown + (["..."] if len(names) > 32 else []))
 
 
@@ -657,7 +690,7 @@ def load_model(settings: Settings, report: Report) -> Model:
 
 
 def _progress_bar(report: Report, stage: Literal["download", "weights"]) -> type:
-    """A tqdm class that shows its bar in the terminal and reports it: bytes of a download, or tensors of the weights."""
+    """A tqdm class that shows its bar in the terminal and reports it: a download's bytes, or the weights' tensors."""
     from tqdm.auto import tqdm
 
     class Bar(tqdm):
@@ -1093,7 +1126,7 @@ def _filter_rows(probabilities: torch.Tensor, draws: Sequence[Draw]) -> torch.Te
             k = s.top_k if s.top_k and s.top_k > 0 else p.numel()
             values, order = p.topk(min(k, p.numel())) if k < p.numel() else p.sort(descending=True, stable=True)
             before = values.cumsum(-1) - values  # a token stays while those before it do not yet reach top_p
-            values = torch.where(before < (s.top_p or 1) * values.sum(), values, 0.0)
+            values[1:] = torch.where(before < (s.top_p or 1) * values.sum(), values, 0.0)[1:]  # the likeliest stays
             p = torch.zeros_like(p).scatter_(0, order, values)
         if s.min_p:
             p = torch.where(p >= s.min_p * p.max(), p, 0.0)
@@ -1340,7 +1373,7 @@ class Engine:
 # ==============================================================================
 ANYBODY = ""  # the owner of sessions while there are no API keys
 UNSTORED_TTL_SECONDS = 60.0  # frames of `store: false` stay in memory so long after their end
-SESSION_BYTES = 4096  # what a session costs beside its frames, roughly
+SESSION_BYTES, FRAME_BYTES = 4096, 160  # what a session costs beside its frames, and a frame beside its text
 READ_BATCH_FRAMES = 256
 LISTED_SESSIONS = 1000
 MAX_UNSAVED_WRITES = 50_000
@@ -1349,19 +1382,22 @@ RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One server-sent event as stored. `wire` is encoded once, for every reader; `head` is where its id line begins."""
+    """One server-sent event as sent. `wire` is encoded once, for every reader; `head` is where its id line begins."""
 
     index: int
-    event: str | None
-    data: str
     wire: bytes
     head: int
+
+    @property
+    def size(self) -> int:
+        """What it takes in memory, roughly."""
+        return len(self.wire) + FRAME_BYTES
 
 
 def make_frame(session: str, index: int, event: str | None, data: str) -> Frame:
     """Encode a frame. `data` is one line: JSON in ASCII, or `[DONE]`."""
     head = ((f"event: {event}\n" if event else "") + f"data: {data}\n").encode()
-    return Frame(index, event, data, head + f"id: {session}:{index}\n\n".encode(), len(head))
+    return Frame(index, head + f"id: {session}:{index}\n\n".encode(), len(head))
 
 
 class Session:
@@ -1398,7 +1434,7 @@ class Session:
 
     def publish(self, frames: Sequence[Frame]) -> None:
         self.frames += frames
-        self.bytes += sum(len(f.wire) for f in frames)
+        self.bytes += sum(f.size for f in frames)
         self._wake()
 
     def close(self, status: str, ended: float) -> None:
@@ -1422,9 +1458,9 @@ class Session:
     def trim(self, max_frames: int, max_bytes: float) -> None:
         """Let the oldest frames go. The last one stays, whatever its size."""
         drop = max(0, len(self.frames) - max_frames)
-        size = self.bytes - sum(len(f.wire) for f in self.frames[:drop])
+        size = self.bytes - sum(f.size for f in self.frames[:drop])
         while size > max_bytes and drop < len(self.frames) - 1:
-            size -= len(self.frames[drop].wire)
+            size -= self.frames[drop].size
             drop += 1
         del self.frames[:drop]
         self.first, self.bytes = self.first + drop, size
@@ -1485,18 +1521,20 @@ class SessionStore:
         if session is None and self._log:
             rows = await self._log.rows(
                 f"{_ROW} WHERE owner = ? AND (id = ? OR label = ?) ORDER BY created DESC LIMIT 1", (owner, ref, ref))
-            session = self._restore(rows[0]) if rows else None
+            session = self._restored(rows[0]) if rows else None
         return None if session is None or self._expired(session) else session
 
     def _in_memory(self, ref: str, owner: str) -> Session | None:
         session = self._by_id.get(ref) or self._by_label.get((owner, ref))
         return None if session is None or session.owner != owner or self._expired(session) else session
 
+    def _restored(self, row: tuple[Any, ...]) -> Session | None:
+        """The session of a row. One that runs is in memory, or its row was read before it ended and is out of date."""
+        return self._by_id.get(row[0]) or (self._restore(row) if row[5] is not None else None)
+
     def _restore(self, row: tuple[Any, ...]) -> Session:
-        """A session known from disk: all its frames are there, none in memory, unless it is in memory already."""
+        """A session known from disk: all its frames are there, none in memory."""
         id, label, owner, kind, created, ended, status, count = row
-        if id in self._by_id:
-            return self._by_id[id]
         session = Session(id, kind, label, owner, created=created)
         session.ended, session.status, session.first, session.made = ended, status, count, count
         self._remember(session)
@@ -1525,7 +1563,8 @@ class SessionStore:
             return publish()
         behind = struct.pack(f"<{len(tokens)}I", *tokens)
         rows = [("INSERT INTO frames (session, idx, event, data, tokens) VALUES (?, ?, ?, ?, ?)",
-                 (session.id, f.index, f.event, f.data, b"" if n else behind)) for n, f in enumerate(made)]
+                 (session.id, made[n].index, event, data, b"" if n else behind))
+                for n, (event, data) in enumerate(frames)]
         if status:
             rows.append(("UPDATE sessions SET status = ?, ended = ? WHERE id = ?", (status, now, session.id)))
         self._log.write(session.id, rows, publish)
@@ -1572,7 +1611,7 @@ class SessionStore:
         if self._log:
             for row in await self._log.rows(f"{_ROW} WHERE owner = ? ORDER BY created DESC LIMIT ?",
                                             (owner, LISTED_SESSIONS)):
-                self._restore(row)
+                self._restored(row)
         mine = [s for s in self._by_id.values() if s.owner == owner and not self._expired(s)]
         return sorted(mine, key=lambda s: s.created, reverse=True)[:LISTED_SESSIONS]
 
@@ -1662,6 +1701,7 @@ class SessionLog:
     def _open(self) -> tuple[sqlite3.Connection, sqlite3.Connection]:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         options = {"isolation_level": None, "check_same_thread": False}
+        Path(f"{self._path}.lock").touch(mode=0o600)
         lock = sqlite3.connect(f"{self._path}.lock", timeout=0.5, **options)
         lock.execute("BEGIN EXCLUSIVE")
         self._path.touch(mode=0o600)
@@ -1719,6 +1759,8 @@ class SessionLog:
             self._to_loop(lambda: [then() for then in done])
 
     def _save(self) -> None:
+        if not self._path.exists():
+            raise sqlite3.OperationalError("the file is gone")
         self._db.execute("BEGIN IMMEDIATE")
         try:
             for write in self._unsaved:
@@ -1818,11 +1860,7 @@ def _chat_text(content: str | list[ContentPart] | None, where: str) -> str:
 
 
 def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        where = f"{where}.function.arguments"
-        raise ApiError(400, f"{where}: not JSON: {error}.", "invalid_value", where) from error
+    arguments = parse_json(call.function.arguments or "{}", f"{where}.function.arguments")
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
@@ -1889,13 +1927,10 @@ def structured_grammar(wanted: StructuredOutputs) -> Grammar:
 
 def json_grammar(schema: dict[str, Any] | str, param: str) -> Grammar:
     """A schema as a grammar. White space is fixed: with a free hand a small model pads for ever."""
-    try:
-        schema = json.loads(schema) if isinstance(schema, str) else schema
-        if not isinstance(schema, dict):
-            raise ValueError("a JSON Schema is an object")
-        return Grammar("json", json.dumps(schema | {"x-guidance": {"whitespace_flexible": False}}), param)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"{param}: {error}.", "invalid_value", param) from error
+    schema = parse_json(schema, param) if isinstance(schema, str) else schema
+    if not isinstance(schema, dict):
+        raise ApiError(400, f"{param}: a JSON Schema is an object.", "invalid_value", param)
+    return Grammar("json", json.dumps(schema | {"x-guidance": {"whitespace_flexible": False}}), param)
 
 
 class _ChatChoice:
@@ -2316,7 +2351,7 @@ class Server:
         """End a session, wherever it is; returns when it has ended. What has ended before stays as it is."""
         if generation := self._generations.get(session.id):
             generation.end(Finished("cancelled"))
-        await session.end()
+            await session.end()
 
     @staticmethod
     async def opened(session: Session) -> None:
@@ -2346,11 +2381,11 @@ def _unexpected() -> ApiError:
 router = APIRouter()
 
 
-def the_server(request: Request) -> Server:
+async def the_server(request: Request) -> Server:
     return request.app.state.server
 
 
-def the_event_id(last_event_id: Annotated[str | None, Header()] = None,
+async def the_event_id(last_event_id: Annotated[str | None, Header()] = None,
                  query: Annotated[str | None, Query(alias="last_event_id")] = None) -> str | None:
     """The header, which a client keeps current, before the query, which it may not; empty is absent."""
     return last_event_id or query or None
@@ -2379,12 +2414,16 @@ class Reader(EventSourceResponse):
                 await super().__call__(scope, receive, send)
             except SendTimeoutError:
                 log.info("session %s: a reader took nothing and was dropped", self._session.id)
+                if transport := scope["transport"]:
+                    transport.abort()  # a close would wait for the reader to take what is on its way
 
     async def _frames(self, after: int, ids: bool) -> AsyncIterator[bytes]:
         try:
             async for batch in self._server.store.read(self._session, after):
                 yield b"".join(f.wire if ids else f.wire[: f.head] + b"\n" for f in batch)
-        except ApiError as error:  # it fell behind what is kept: said without an id, since it is no frame
+            if self._session.error and not self._session.count:
+                raise self._session.error  # refused before its first frame
+        except ApiError as error:  # that, or it fell behind what is kept: said without an id, since it is no frame
             for _, data in ERROR_FRAMES[self._session.kind](error):
                 yield f"data: {data}\n\n".encode()
 
@@ -2515,6 +2554,7 @@ class Door:
             return await self._inner(scope, receive, send)
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
         given = headers.get("x-request-id", "")
+        scope["transport"] = getattr(getattr(send, "__self__", None), "transport", None)  # uvicorn's
         scope["request_id"] = given if re.fullmatch(r"[A-Za-z0-9_.:-]{1,128}", given) else secrets.token_hex(16)
 
         async def send_with_id(message: Any) -> None:
@@ -2598,17 +2638,18 @@ async def on_crash(_: Request, __: Exception) -> Response:
 
 
 @contextlib.contextmanager
-def signals_reach(drain: Callable[[], None]) -> Iterator[None]:
+def signals_reach(drain: Callable[[], None], seconds: float) -> Iterator[None]:
     """Call `drain` on SIGINT and SIGTERM, before uvicorn's own handler: it waits for streams that we must end. A
-    second signal ends the process at once."""
-    loop, before, signalled = asyncio.get_running_loop(), {}, False
+    second signal ends the process at once, and so do `seconds`: a client may hold its connection for ever."""
+    loop, before, last_resort = asyncio.get_running_loop(), {}, None
 
     def handle(number: int, frame: Any) -> None:
-        nonlocal signalled
-        if signalled:
-            # Nothing is lost: frames are on disk, and waiting for a forward pass would not be "at once".
-            os._exit(128 + number)
-        signalled = True
+        nonlocal last_resort
+        if last_resort:
+            os._exit(128 + number)  # nothing is lost: frames are on disk
+        last_resort = threading.Timer(seconds, os._exit, [128 + number])
+        last_resort.daemon = True
+        last_resort.start()
         loop.call_soon_threadsafe(drain)
         before[number](number, frame)
 
@@ -2619,6 +2660,8 @@ def signals_reach(drain: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
+        if last_resort:
+            last_resort.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -2641,9 +2684,9 @@ def create_app(settings: Settings | None = None, load: Load = load_model) -> Fas
         log_to_stderr(chosen.log_level)
         server = app.state.server = Server(chosen, load)
         await server.start()
-        with signals_reach(server.drain):
+        with signals_reach(server.drain, chosen.shutdown_grace_seconds + 4):
             yield
-        await server.stop()
+            await server.stop()
 
     app = App(title="Transformers inference server", lifespan=lifespan, docs_url=None, redoc_url=None,
               redirect_slashes=False)

@@ -610,6 +610,13 @@ def test_a_place_that_does_not_exist_is_refused_as_such_and_not_sought_on_the_hu
     assert str(tmp_path) not in refusal.value.detail and chosen.served_id in refusal.value.detail
 
 
+@pytest.mark.parametrize("top_p", [1e-300, 1e-60, 1e-46, 1e-45, 1e-9])
+def test_the_smallest_top_p_keeps_the_likeliest_token(top_p):
+    logits = torch.tensor([[0.0, 1.0, 3.0, 2.0]])
+    sampling = main.Sampling(temperature=1.0, top_p=top_p, top_k=0, min_p=0.0, seed=1)
+    assert {main.sample_rows(logits, [main.Draw(sampling, n)])[0] for n in range(50)} == {2}
+
+
 def test_a_gguf_file_in_the_working_folder_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.gguf").touch()

@@ -2,6 +2,7 @@
 import contextlib
 import json
 import signal
+import socket
 import sqlite3
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -234,3 +235,32 @@ def test_a_second_interrupt_exits_at_once(scripted):
 
         server.process.wait(timeout=GUARD_SECONDS)
         reader.result()
+
+
+@pytest.mark.parametrize("sent", [
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n", b""], ids=["half a body", "half a header", "nothing"])
+def test_a_client_that_never_finishes_its_request_holds_no_exit(scripted, sent):
+    server = scripted(SHUTDOWN_GRACE_SECONDS=0)
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(sent)
+        httpx2.get(f"{server.base}/health")  # by now the server has seen the other connection
+        server.terminate()
+
+
+@pytest.mark.parametrize("timeout", [0.5, 600])
+def test_a_client_that_never_reads_holds_no_exit(scripted, tmp_path, timeout):
+    server = scripted(SHUTDOWN_GRACE_SECONDS=0, SEND_TIMEOUT_SECONDS=timeout, WORDS=3000, SECONDS=0,
+                      MAX_TOKENS=4000, WORD_LENGTH=5000)
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", server.port))
+        body = json.dumps(chat(stream=True, session_id="deaf")).encode()
+        deaf.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                     b"content-length: %d\r\n\r\n%s" % (len(body), body))
+        wait_until(lambda: httpx2.get(f"{server.base}/v1/sessions/deaf").json().get("status") == "completed", 60)
+        if timeout < 1:
+            wait_until(lambda: "took nothing" in (tmp_path / "server.log").read_text())
+            with contextlib.suppress(ConnectionResetError), deaf.makefile("rb") as late:
+                assert b"[DONE]" not in late.read()  # what the server still held for it is gone with the connection
+        server.terminate()

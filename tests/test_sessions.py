@@ -806,7 +806,8 @@ def test_a_running_session_never_expires(settings):
     assert asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("bounds", [{"session_buffer_frames": 3}, {"session_buffer_mib": 2000 / 2**20}])
+@pytest.mark.parametrize("bounds", [
+    {"session_buffer_frames": 3}, {"session_buffer_mib": (2000 + 3 * main.FRAME_BYTES) / 2**20}])
 def test_a_session_keeps_its_newest_frames_within_its_bounds(settings, bounds):
     async def scenario():
         store, session = main.SessionStore(settings(**bounds), None), main.Session("s", "chat")
@@ -818,7 +819,56 @@ def test_a_session_keeps_its_newest_frames_within_its_bounds(settings, bounds):
 
     assert len(session.frames) == 3 and session.count == 50  # 500 bytes each, and their ids
     assert [f.index for f in session.frames] == [47, 48, 49]
-    assert session.bytes == sum(len(f.wire) for f in session.frames)
+    assert session.bytes == sum(f.size for f in session.frames)
+
+
+def test_a_row_that_is_out_of_date_makes_no_session_that_never_ends(settings):
+    async def scenario():
+        log = main.SessionLog(settings().sessions_db_path)
+        log.start()
+        store, session = main.SessionStore(settings(), log), main.Session("s", "chat", "label")
+        await store.begin(session)
+        listed = asyncio.ensure_future(store.list(main.ANYBODY))
+        sought = asyncio.ensure_future(store.find("label", main.ANYBODY))
+        store._evict(session)  # while its rows are being read
+        found = [await listed, await sought, await store.find("s", main.ANYBODY)]
+        log.stop()
+        return found
+
+    assert asyncio.run(scenario()) == [[], None, None]
+
+
+def test_a_reader_of_a_stream_that_is_refused_is_told_so(live):
+    model = ScriptedModel("a", context=8)
+    encode, entered, gate = model.encode, threading.Event(), threading.Event()
+
+    def held(messages):
+        entered.set()
+        assert gate.wait(30)
+        return encode(messages)
+
+    base = live(model)
+    assert httpx2.post(f"{base}{CHAT}", json=chat()).status_code == 200  # the model is loaded
+    entered.clear()
+    model.encode = held
+    with ThreadPoolExecutor(1) as pool:
+        body = chat("x " * 9, stream=True, session_id="s1")
+        refused = pool.submit(httpx2.post, f"{base}{CHAT}", json=body, timeout=60)
+        assert entered.wait(30)
+        with httpx2.stream("GET", f"{base}/v1/sessions/s1/events", timeout=60) as reader:
+            gate.set()
+            frames = parse_sse("".join(reader.iter_text()))
+    assert refused.result().status_code == 400
+    assert [json.loads(frames[0]["data"])["error"]["code"], frames[1]["data"]] == ["context_length_exceeded", "[DONE]"]
+
+
+def test_a_file_that_is_deleted_while_the_server_runs_is_noticed(client, database):
+    http = client(ScriptedModel(*WORDS))
+    finish(http)
+    for path in database.parent.glob(f"{database.name}*"):
+        path.unlink()
+    assert http.post(CHAT, json=chat(stream=True)).text.endswith("\n\n")
+    assert http.get("/ready").json()["storage"] == "degraded"
 
 
 def test_above_the_bound_of_all_frames_the_oldest_finished_sessions_go_first(settings):
@@ -867,7 +917,7 @@ def test_no_reader_sees_a_frame_before_it_is_committed(settings):
     seen, batch = asyncio.run(scenario())
 
     assert seen == [(False, 0, False), (True, 1, False), (True, 2, True)]
-    assert [f.data for f in batch] == ["one"]
+    assert [f.wire for f in batch] == [main.make_frame("s", 0, None, "one").wire]
 
 
 def test_no_session_is_announced_before_it_is_committed(settings):

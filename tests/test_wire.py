@@ -3,6 +3,7 @@ import json
 import re
 import socket
 
+import httpx2
 import pytest
 from conftest import ScriptedModel, chat, main
 from fastapi.testclient import TestClient
@@ -249,8 +250,33 @@ def test_names_that_nobody_knows_pass_and_are_listed(served, body, listed):
     ids=lambda name: ascii(name[:20]))
 def test_a_hostile_name_reaches_the_header_as_one_harmless_word(served, name):
     answer = post(served, {**chat(), name: 1})
-    assert re.fullmatch(r"[A-Za-z0-9_.~%\[\]-]{0,999}", accepted(answer))
+    assert re.fullmatch(r'[A-Za-z0-9_.~%\[\]-]{1,999}|""', accepted(answer))
     assert "set-cookie" not in answer.headers
+
+
+def test_an_empty_name_among_others_makes_a_header_that_can_be_sent(live):
+    answer = httpx2.post(f"{live(ScriptedModel('a'))}{URL}", json={**chat(), "zz": 1, "": 2})
+    assert (answer.status_code, answer.headers["x-ignored-fields"]) == (200, 'zz, ""')
+
+
+MANY = 110_000
+
+
+@pytest.mark.parametrize("field,items", [
+    ("messages", "1"), ("messages", "{}"), ("messages", '{"role":"user","content":""}'), ("stop", "1"),
+    ("stop_token_ids", "-1"), ("metadata", None), ("logit_bias", None)])
+def test_a_hundred_thousand_bad_items_are_one_fault(client, field, items):
+    served = client(ScriptedModel("a"), max_body_mib=8)
+    value = "[" + ",".join([items] * MANY) + "]" if items else json.dumps(dict.fromkeys(map(str, range(MANY)), "x"))
+    body = f'{{"messages": {value}}}' if field == "messages" else raw(field, value)
+    assert "at most" in refused(post(served, body), param=field)
+
+
+@pytest.mark.parametrize("field", ["content", "tool_calls"])
+def test_a_hundred_thousand_bad_items_in_a_message_are_one_fault(served, field):
+    value = "[" + ",".join(["1"] * MANY) + "]"
+    message = f'{{"role": "assistant", "content": "a", "{field}": {value}}}'
+    assert "at most" in refused(post(served, f'{{"messages": [{message}]}}'), param=f"messages[0].{field}")
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "😀"], ids=ascii)
