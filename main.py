@@ -25,6 +25,7 @@ import importlib.util
 import inspect
 import json
 import logging
+import math
 import os
 import queue
 import re
@@ -36,8 +37,8 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
@@ -49,18 +50,11 @@ from dotenv import dotenv_values, load_dotenv
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SecretStr,
-    ValidationError,
-    field_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic_core import from_json
 from sse_starlette import EventSourceResponse
 from sse_starlette.sse import SendTimeoutError
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 
 if TYPE_CHECKING:
@@ -129,20 +123,14 @@ class Settings(BaseModel, frozen=True):
         """Read every setting from `env`; an empty string is a value only where none is allowed (None)."""
         empty = {name for name, f in cls.model_fields.items() if type(None) in get_args(f.annotation)}
         given = {name: env[name.upper()] for name in cls.model_fields if name.upper() in env}
-        return cls.model_validate({name: v for name, v in given.items() if v != "" or name in empty})
-
-    @field_validator("hf_token", "temperature", "max_context_tokens", mode="before")
-    @classmethod
-    def _empty_is_none(cls, value: object) -> object:
-        return None if value == "" else value
+        return cls.model_validate({name: v or None for name, v in given.items() if v or name in empty})
 
     @property
     def served_id(self) -> str:
         """The name clients see: the setting as written; for a folder or a file its last part."""
-        source = self.model_repo_id
-        if source.endswith(".gguf"):
-            return re.split(r"[/\\:]", source)[-1]
-        return os.path.basename(os.path.abspath(source)) if self.names_path else source
+        if self.model_repo_id.endswith(".gguf"):
+            return re.split(r"[/\\:]", self.model_repo_id)[-1]
+        return os.path.basename(os.path.abspath(self.model_repo_id)) if self.names_path else self.model_repo_id
 
     @property
     def names_path(self) -> bool:
@@ -154,8 +142,8 @@ class Settings(BaseModel, frozen=True):
 def read_settings() -> Settings:
     """Read `.env` and the environment, or stop with one line per fault."""
     libraries = ("HF_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_")
-    strangers = [name for name in dotenv_values(".env") if name.lower() not in Settings.model_fields]
-    if strangers := [name for name in strangers if not name.startswith(libraries)]:
+    if strangers := [name for name in dotenv_values(".env")
+                     if name.lower() not in Settings.model_fields and not name.startswith(libraries)]:
         log.warning(".env names what is no setting of this server: %s", ", ".join(strangers))
     load_dotenv(".env")
     try:
@@ -188,25 +176,17 @@ class ApiError(HTTPException):
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
 
-def _no_lone_surrogates(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON may spell half a character; no tokenizer, file or socket can carry it
-        raise ValueError("text contains a lone surrogate, which is not a character") from None
-    return text
+def invalid_value(param: str, fault: str) -> ApiError:
+    """The refusal of a value, with the place where it stands."""
+    return ApiError(400, f"{param}: {fault}.", "invalid_value", param)
 
 
 def parse_json(text: str, where: str) -> Any:
     """JSON within a request's string. Raises ApiError 400 for what is none, for NaN and for halves of characters."""
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON")
-
     try:
-        value = json.loads(text, parse_constant=refuse)
-        _no_lone_surrogates(json.dumps(value, ensure_ascii=False))
-        return value
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"{where}: not JSON: {error}.", "invalid_value", where) from error
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise invalid_value(where, f"not JSON: {error}") from error
 
 
 def at_most(count: int) -> BeforeValidator:
@@ -219,27 +199,35 @@ def at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-Text = Annotated[str, AfterValidator(_no_lone_surrogates)]
-Short = Annotated[str, Field(max_length=512), AfterValidator(_no_lone_surrogates)]
+def _no_lone_surrogates(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON may spell half a character; no tokenizer, file or socket can carry it
+        raise ValueError("text contains a lone surrogate, which is not a character") from None
+    return text
 
 
 def _label(label: str) -> str:
-    if label and not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", label):
-        raise ValueError("a session's name has 1 to 128 letters, digits, `_`, `.` or `-`")
-    if label.startswith(("chatcmpl-", "resp_")):
-        raise ValueError("a session's own name must not begin with `chatcmpl-` or `resp_`")
-    if label in (".", ".."):  # no client can put these into a path
-        raise ValueError("a session's name must not be `.` or `..`")
+    # A label stands in frame ids and in paths; no client can put `.` and `..` into a path.
+    if label and not re.fullmatch(r"(?!chatcmpl-|resp_|\.{1,2}$)[A-Za-z0-9_.-]{1,128}", label):
+        raise ValueError("a session's name has 1 to 128 letters, digits, `_`, `.` or `-`, is not `.` or `..`, and does "
+                         "not begin with `chatcmpl-` or `resp_`")
     return label
 
 
+Text = Annotated[str, AfterValidator(_no_lone_surrogates)]
+Short = Annotated[str, Field(max_length=512), AfterValidator(_no_lone_surrogates)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_no_lone_surrogates)]
 Label = Annotated[str, AfterValidator(_label)]  # empty is absent
+Budget = Annotated[int, Field(ge=1, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Share = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-class Wire(BaseModel):
+class Wire(BaseModel, extra="allow", strict=True, allow_inf_nan=False):
     """No coercion, no NaN; unknown names are kept so that they can be reported."""
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
 class ContentPart(Wire):
@@ -272,9 +260,6 @@ class StreamOptions(Wire):
     include_obfuscation: bool | None = None
 
 
-StopString = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_no_lone_surrogates)]
-
-
 class JsonSchemaFormat(Wire):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: Text | None = None
@@ -296,26 +281,21 @@ class StructuredOutputs(Wire):
     grammar: Text | None = None
 
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-
-
 class ChatRequest(Wire):
     model: Text | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), at_most(4096)]
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Budget | None = None
+    max_tokens: Budget | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Share | None = None
     top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: Share | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias] | None, at_most(1024)] = None
+    logit_bias: Annotated[dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]] | None, at_most(1024)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     ignore_eos: bool | None = None
@@ -337,46 +317,41 @@ class ChatRequest(Wire):
 
 # What would change the answer and is not built: refused by name, unless the value says "off", as SDKs send it.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,), "length_penalty": (1, 1.0), "prompt_logprobs": (0,), "bad_words": ([],),
-    "use_beam_search": (False,), "typical_p": (1, 1.0), "mirostat": (0,),
-    "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "functions": ([],),
-    "function_call": ("none", "auto"), "guided_json": (), "guided_regex": (), "guided_choice": (),
-    "guided_grammar": (), "grammar": (), "json_schema": (),
-    "reasoning_effort": (), "reasoning": (), "enable_thinking": (), "include_reasoning": (True,),
-    "verbosity": ("medium",), "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (),
-    "moderation": (), "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],),
-    "continue_final_message": (False,), "add_generation_prompt": (True,), "echo": (False,), "suffix": (),
-    "skip_special_tokens": (True,), "include_stop_str_in_output": (False,), "truncate_prompt_tokens": (),
-    "prompt_embeds": (), "input_embeds": (), "image_embeds": (), "input_ids": (), "prompt": (), "input": (),
+    "best_of": (1,), "length_penalty": (1, 1.0), "prompt_logprobs": (0,), "bad_words": ([],), "typical_p": (1, 1.0),
+    "use_beam_search": (False,), "mirostat": (0,), "tools": ([],), "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False), "functions": ([],), "function_call": ("none", "auto"), "guided_json": (),
+    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "grammar": (), "json_schema": (), "reasoning": (),
+    "reasoning_effort": (), "enable_thinking": (), "include_reasoning": (True,), "verbosity": ("medium",),
+    "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (), "moderation": (),
+    "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "continue_final_message": (False,),
+    "add_generation_prompt": (True,), "echo": (False,), "suffix": (), "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,), "truncate_prompt_tokens": (), "prompt_embeds": (), "input_embeds": (),
+    "image_embeds": (), "input_ids": (), "prompt": (), "input": (),
 }
-NOT_BUILT_IN_MESSAGES = {"function_call", "audio"}  # the same, inside a message
+NOT_BUILT_IN_MESSAGES = re.compile(r"messages\[\d+\]\.(function_call|audio)")  # the same, inside a message
 HARMLESS = {"prompt_cache_options", "prompt_cache_retention"}  # known to be sent, and changes nothing here
 
 
 def ignored_fields(body: ChatRequest) -> list[str]:
     """Name the fields nobody knows, as `x-ignored-fields` lists them; refuse those that are known and not built."""
     ignored = []
-    for path, name, value in _unknown_fields(body, ""):
-        if value is None or path in HARMLESS:
-            continue
-        is_off = any(type(value) is type(off) and value == off for off in NOT_BUILT.get(path, ()))
-        in_message = name in NOT_BUILT_IN_MESSAGES and re.fullmatch(r"messages\[\d+\]\.\w+", path)
-        if in_message or (path in NOT_BUILT and not is_off):
-            raise ApiError(400, f"`{path}` is not supported by this server yet.", "unsupported_parameter", path)
-        if path not in NOT_BUILT:
+    for path, value in _unknown_fields(body, ""):
+        if path in NOT_BUILT or NOT_BUILT_IN_MESSAGES.fullmatch(path):
+            if not any(type(value) is type(off) and value == off for off in NOT_BUILT.get(path, ())):
+                raise ApiError(400, f"`{path}` is not supported by this server yet.", "unsupported_parameter", path)
+        elif path not in HARMLESS:
             ignored.append(path)
     return ignored
 
 
-def _unknown_fields(value: object, path: str) -> Iterator[tuple[str, str, Any]]:
-    """Path, name and value of every field, at any depth, that our models do not have."""
+def _unknown_fields(value: object, path: str) -> Iterator[tuple[str, Any]]:
+    """Path and value of every field that is given, at any depth, and that our models do not have."""
     if isinstance(value, list):
         for n, item in enumerate(value):
             yield from _unknown_fields(item, f"{path}[{n}]")
     elif isinstance(value, Wire):
         prefix = f"{path}." if path else ""
-        for name, extra in (value.model_extra or {}).items():
-            yield prefix + name, name, extra
+        yield from ((prefix + name, extra) for name, extra in value.model_extra.items() if extra is not None)
         for name in type(value).model_fields:
             yield from _unknown_fields(getattr(value, name), prefix + name)
 
@@ -387,13 +362,9 @@ def header_list(names: Sequence[str]) -> str:
     return ", ".join(shown + (["..."] if len(names) > 32 else []))
 
 
-EVENT_ID = re.compile(r"([A-Za-z0-9_.-]{1,128}):([0-9]{1,9})")
-
-
 def parse_event_id(text: str) -> tuple[str, int]:
     """Split a `Last-Event-ID` into the session's name and the index of the last frame seen."""
-    match = EVENT_ID.fullmatch(text)
-    if not match:
+    if not (match := re.fullmatch(r"([A-Za-z0-9_.-]{1,128}):([0-9]{1,9})", text)):
         raise ApiError(400, "Last-Event-ID must look like `<session>:<index>`, as the stream's `id:` lines do.",
                        "invalid_last_event_id", "Last-Event-ID")
     return match[1], int(match[2])
@@ -408,11 +379,11 @@ def validation_error(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"The body is not valid JSON: {fault['ctx']['error']}.", "invalid_json")
     place = fault["loc"][1:-2] if fault["loc"][-1] == "[key]" else fault["loc"][1:]
     path = [part for part in place if isinstance(part, int) or re.fullmatch(r"[a-z_]+", part)]
-    if path and fault["loc"][-1] == "str" and len(path) > 1:  # the branch of a union, not a field
+    if len(path) > 1 and fault["loc"][-1] == "str":  # the branch of a union, not a field
         path.pop()
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-    message = fault["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{name or 'The body'}: {message}.", "invalid_value", name or None)
+    return ApiError(400, f"{name or 'The body'}: {fault['msg'].removeprefix('Value error, ')}.", "invalid_value",
+                    name or None)
 
 
 # ==============================================================================
@@ -468,9 +439,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
-    """The prompt fits and waits for a place."""
-
+class Accepted:  # the prompt fits and waits for a place
     prompt_tokens: int
 
 
@@ -727,20 +696,20 @@ def _choose_dtype(settings: Settings, config: Any) -> torch.dtype:
     return torch.bfloat16 if able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16") else torch.float32
 
 
-LOAD_CAUSES = (  # phrases (a + is a space) that no model's own name can hold -> what they mean and what to do
-    ("gated+repo gatedrepo error+'401 error+'403 403+forbidden",
+LOAD_CAUSES = (  # phrases that no model's own name can hold -> what they mean and what to do
+    ("gated repo|gatedrepo|error '401|error '403|403 forbidden",
      "it is gated or private: accept its terms on the hub and set HF_TOKEN"),
-    ("repositorynotfound revisionnotfound hfvalidation valid+model+identifier valid+git+identifier repo+id+must",
+    ("repositorynotfound|revisionnotfound|hfvalidation|valid model identifier|valid git identifier|repo id must",
      "no such model or revision: check MODEL_REPO_ID, or set HF_TOKEN if it is private"),
-    ("couldn't+connect connection+error connecterror closed+connection offline+mode localentrynotfound timed+out"
-     " name+resolution",
+    ("couldn't connect|connection error|connecterror|closed connection|offline mode|localentrynotfound|timed out"
+     "|name resolution",
      "the hub cannot be reached and the model is not in the local cache: check the network, or name a folder"),
-    ("out+of+memory outofmemory memoryerror cannot+allocate",
+    ("out of memory|outofmemory|memoryerror|cannot allocate",
      "there is not enough memory: choose a smaller model or another DEVICE_MAP"),
-    ("nvidia+driver cuda+enabled cuda+error device_map+as device+string invalid+device",
+    ("nvidia driver|cuda enabled|cuda error|device_map as|device string|invalid device",
      "DEVICE_MAP names a device that this machine does not have"),
-    ("trust_remote_code custom+code", "it ships its own code, which TRUST_REMOTE_CODE=0 forbids"),
-    ("no+file+named not+appear+to+have unrecognized+model no+such+file backend+tokenizer valid+json",
+    ("trust_remote_code|custom code", "it ships its own code, which TRUST_REMOTE_CODE=0 forbids"),
+    ("no file named|not appear to have|unrecognized model|no such file|backend tokenizer|valid json",
      "files are missing or of an unknown kind: a model folder holds config.json, a tokenizer and safetensors"),
 )
 
@@ -750,7 +719,7 @@ def explain_load_failure(error: Exception, settings: Settings) -> ApiError:
     if isinstance(error, ApiError):
         return error
     text = f"{type(error).__name__} {error}".lower()
-    why = next((cause for words, cause in LOAD_CAUSES if any(w.replace("+", " ") in text for w in words.split())),
+    why = next((cause for phrases, cause in LOAD_CAUSES if re.search(phrases, text)),
                "an unexpected fault; the server's log has it in full")
     return load_error(f"The model {settings.served_id} could not be loaded: {why}. The next request tries again.")
 
@@ -764,68 +733,55 @@ class Model:
     """One loaded model. `encode` may be called from any thread, everything else from the engine thread only."""
 
     def __init__(self, name: str, tokenizer: Any, network: Any, max_context: int | None = None) -> None:
-        self.name = name
-        self._tokenizer, self._network = tokenizer, network
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
         if not network._supports_default_dynamic_cache() or not hasattr(tokenizer, "backend_tokenizer"):
             raise load_error(f"The model {name} has a kind of cache or tokenizer that this server cannot run.")
+        self.name, self._tokenizer, self._network = name, tokenizer, network
         self._config = network.config.get_text_config(decoder=True)
         takes = inspect.signature(network.forward).parameters
         self._forward_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._decoder = tokenizer.backend_tokenizer
         self._plain_encoder = type(self._decoder).from_str(self._decoder.to_str())
         self._plain_encoder.encode_special_tokens = True
-        specials = {t.content for t in self._decoder.get_added_tokens_decoder().values() if t.special and t.content}
-        longest_first = sorted(specials, key=len, reverse=True)
-        self._specials = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._added = frozenset(self._decoder.get_added_tokens_decoder())
+        self._added = self._decoder.get_added_tokens_decoder()
+        specials = [re.escape(t.content) for t in self._added.values() if t.special and t.content]
+        self._specials = re.compile("|".join(sorted(specials, key=len, reverse=True)) or r"(?!)")  # longest first
         self._byte_level = "ByteLevel" in str(json.loads(self._decoder.to_str())["decoder"])
-        self._compiled = functools.lru_cache(MAX_GRAMMARS)(self._compile)
+        self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         self._longest_token = max(map(len, self._decoder.get_vocab()))
-        self.context = min(filter(None, (max_context, self._trained_context())))
-        self.stop_ids = self._find_stop_ids()
-        self.defaults = self._find_defaults()
-        self.prefills_in_pieces, self.runs_alone = self._try_out()
-
-    # -- what the checkpoint says ------------------------------------------------------------------------------
-    def _trained_context(self) -> int:
-        length = getattr(self._config, "max_position_embeddings", None) or self._tokenizer.model_max_length
-        return int(length) if length and length < 1e9 else 32_768
-
-    def _find_stop_ids(self) -> frozenset[int]:
-        ids = self._network.generation_config.eos_token_id
-        listed = ids if isinstance(ids, list) else [ids]
-        return frozenset(i for i in [*listed, self._tokenizer.eos_token_id] if i is not None)
-
-    def _find_defaults(self) -> Sampling:
-        own = self._network.generation_config
+        self._compiled = functools.lru_cache(MAX_GRAMMARS)(self._compile)
+        trained = getattr(self._config, "max_position_embeddings", None) or tokenizer.model_max_length
+        trained = int(trained) if trained and trained < 1e9 else 32_768
+        self.context = min(trained, max_context or trained)
+        own = network.generation_config
+        ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+        self.stop_ids = frozenset({*ends, tokenizer.eos_token_id} - {None})
         temperature = (1.0 if own.temperature is None else own.temperature) if own.do_sample else 0.0
-        return Sampling(temperature=temperature, top_p=own.top_p or 1.0, top_k=own.top_k or 0, min_p=own.min_p or 0.0,
-                        repetition_penalty=own.repetition_penalty or 1.0)
+        self.defaults = Sampling(temperature=temperature, top_p=own.top_p or 1.0, top_k=own.top_k or 0,
+                                 min_p=own.min_p or 0.0, repetition_penalty=own.repetition_penalty or 1.0)
+        self.prefills_in_pieces, self.runs_alone = self._try_out()
 
     def _try_out(self) -> tuple[bool, bool]:
         """Whether a prompt in three pieces gives the logits that it gives whole, and whether a second sequence
         disturbs a first one, as in models that keep their state on themselves (RecurrentGemma)."""
-        import torch
-
-        exact = self._network.dtype == torch.float32
         tokens = [(i * 7919 + 11) % min(self._config.vocab_size, 30_000) for i in range(48)]
+        pieces = (tokens[:20], tokens[20:40], tokens[40:])
 
         def logits(*pieces: list[int], beside: bool = False) -> torch.Tensor:
-            state, other = self.open(), self.open()
+            state, company = self.open(), [Work(self.open(), tokens[::-1], False)] if beside else []
             for piece in pieces:
-                out = self.forward([Work(state, piece, True)])
-                if beside:
-                    self.forward([Work(other, tokens[::-1], True)])
+                out = self.forward([Work(state, piece, True), *company])
             return out
 
         def differ(a: torch.Tensor, b: torch.Tensor) -> float:
             return float((a - b).abs().max() / a.abs().max())
 
-        pieces = (tokens[:20], tokens[20:40], tokens[40:])
         apart = differ(logits(tokens), logits(*pieces))
         disturbed = differ(logits(*pieces), logits(*pieces, beside=True)) > 1e-3
         # In half precision rounding hides the difference that a running state makes, so such a model is not trusted.
-        in_pieces = apart <= 1e-5 if exact else apart <= 0.1 and not self._network._is_stateful
+        is_half = str(self._network.dtype) != "torch.float32"
+        in_pieces = apart <= 0.1 and not self._network._is_stateful if is_half else apart <= 1e-5
         log.debug("in pieces, logits differ by %.1e of their size", apart)
         log.info("prompts are computed %s%s", "in pieces" if in_pieces else "whole",
                  "; one sequence at a time" if disturbed else "")
@@ -835,8 +791,8 @@ class Model:
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the chat, ready for the answer. Raises ApiError 400 for what cannot fit or has no template."""
         size = sum(len(text) for m in messages for text in (m.content, *map(str, m.tool_calls)))
-        if size > self.context * self._longest_token:
-            raise context_error(self.context, f"at least {-(-size // self._longest_token)}")
+        if (least := -(-size // self._longest_token)) > self.context:
+            raise context_error(self.context, f"at least {least}")
         nonce = secrets.token_hex(8)  # a text that guessed the marker could smuggle control tokens after all
         spelled: list[str] = []
 
@@ -845,11 +801,10 @@ class Model:
             return f"\ue000{nonce}:{len(spelled) - 1}\ue001"
 
         rendered = self._render(messages, functools.partial(self._specials.sub, mark))
-        pieces = re.split(f"\ue000{nonce}:([0-9]+)\ue001", rendered)
         ids: list[int] = []
-        for n, piece in enumerate(pieces):  # text, marker, text, marker, ...
-            encoder = self._plain_encoder if n % 2 else self._decoder
-            ids += encoder.encode(spelled[int(piece)] if n % 2 else piece, add_special_tokens=False).ids
+        for n, piece in enumerate(re.split(f"\ue000{nonce}:([0-9]+)\ue001", rendered)):  # text, marker, text, ...
+            encoder, text = (self._plain_encoder, spelled[int(piece)]) if n % 2 else (self._decoder, piece)
+            ids += encoder.encode(text, add_special_tokens=False).ids
         return ids
 
     def _render(self, messages: Sequence[Message], mark: Callable[[str], str]) -> str:
@@ -862,8 +817,8 @@ class Model:
         first_refusal: Exception | None = None
         for shape in _system_shapes(messages):
             try:
-                chat = [_map_texts(_template_message(m), mark) for m in shape]
-                return self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+                return self._tokenizer.apply_chat_template(
+                    _for_template(list(shape), mark), tokenize=False, add_generation_prompt=True)
             except Exception as error:  # a door to foreign code: templates raise whatever they like
                 first_refusal = first_refusal or error
         log.warning("the chat template refused a request: %s", type(first_refusal).__name__)
@@ -899,14 +854,12 @@ class Model:
 
     def _compile(self, grammar: Grammar) -> Any:
         """A matcher at its start. Raises ApiError 400 for what cannot be compiled or allows no answer at all."""
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, grammar_from
 
         if len(grammar.source) > MAX_GRAMMAR_CHARACTERS:
             raise ApiError(400, f"{grammar.param}: longer than {MAX_GRAMMAR_CHARACTERS} characters.", "invalid_value",
                            grammar.param)
-        make = {"json": LLMatcher.grammar_from_json_schema, "regex": LLMatcher.grammar_from_regex,
-                "lark": LLMatcher.grammar_from_lark}[grammar.kind]
-        matcher = LLMatcher(self._grammar_tokenizer, make(grammar.source), log_level=0)
+        matcher = LLMatcher(self._grammar_tokenizer, grammar_from(grammar.kind, grammar.source), log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error() or matcher.is_stopped():
@@ -933,23 +886,16 @@ class Model:
             return torch.stack(rows) if rows else None
 
     def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-        """One token id per row of `logits`."""
-        import torch
-
-        with torch.inference_mode():
-            return sample_rows(logits, draws)
+        return sample_rows(logits, draws)
 
     def logprobs(self, logits: torch.Tensor, draws: Sequence[Draw], tokens: Sequence[int]) -> list[TokenLogprob | None]:
         """The drawn tokens' logprobs, for the rows that ask for them."""
-        import torch
-
-        rows = [i for i, draw in enumerate(draws) if draw.sampling.top_logprobs is not None]
         found: list[TokenLogprob | None] = [None] * len(draws)
-        with torch.inference_mode():
-            table = torch.log_softmax(logits[rows], -1).clamp(min=LEAST_LOGPROB)
-            for i, row in zip(rows, table, strict=True):
-                values, ids = row.topk(draws[i].sampling.top_logprobs)
-                top = tuple(self._logprob(*pair) for pair in zip(ids.tolist(), values.tolist(), strict=True))
+        for i, draw in enumerate(draws):
+            if draw.sampling.top_logprobs is not None:
+                row = logits[i].log_softmax(-1).clamp(min=LEAST_LOGPROB)
+                values, ids = row.topk(draw.sampling.top_logprobs)
+                top = tuple(map(self._logprob, ids.tolist(), values.tolist()))
                 found[i] = self._logprob(tokens[i], float(row[tokens[i]]), top)
         return found
 
@@ -960,10 +906,10 @@ class Model:
     def _token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for; a part of a character, where it is one."""
         text = self._decoder.id_to_token(token) or ""
-        if re.fullmatch(r"<0x[0-9A-F]{2}>", text):
-            return bytes([int(text[3:5], 16)])
         if self._byte_level and token not in self._added:
-            return bytes(BYTE_OF[c] for c in text if c in BYTE_OF)
+            return bytes(self._byte_of[c] for c in text if c in self._byte_of)
+        if not self._byte_level and re.fullmatch(r"<0x[0-9A-F]{2}>", text):
+            return bytes([int(text[3:5], 16)])
         return text.replace("\u2581", " ").encode("utf-8", "replace")
 
     def reader(self, stop: Sequence[str]) -> ReplyReader:
@@ -1000,27 +946,24 @@ def _system_shapes(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
             yield [dataclasses.replace(rest[0], content=f"{system}\n\n{rest[0].content}"), *rest[1:]]
 
 
-def _template_message(message: Message) -> dict[str, Any]:
-    shown = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        shown["tool_calls"] = list(message.tool_calls)
-    return shown | {k: v for k in ("name", "tool_call_id") if (v := getattr(message, k)) is not None}
-
-
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of a JSON value with every string in it changed."""
+def _for_template(value: Any, mark: Callable[[str], str]) -> Any:
+    """A copy of messages, or of JSON in them, as templates take it, with every string `mark`ed."""
+    if isinstance(value, Message):
+        shown = {"role": value.role, "content": value.content, "tool_calls": list(value.tool_calls) or None,
+                 "name": value.name, "tool_call_id": value.tool_call_id}
+        value = {k: v for k, v in shown.items() if v is not None}
     if isinstance(value, str):
-        return change(value)
+        return mark(value)
     if isinstance(value, dict):
-        return {change(k): _map_texts(v, change) for k, v in value.items()}
-    return [_map_texts(v, change) for v in value] if isinstance(value, list) else value
+        return {mark(k): _for_template(v, mark) for k, v in value.items()}
+    return [_for_template(v, mark) for v in value] if isinstance(value, list) else value
 
 
+@dataclass(frozen=True, slots=True)
 class GrammarState:
     """How far one answer has come in its grammar."""
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    _matcher: Any
 
     def allowed(self) -> bytes:
         """A bit per token that may come next."""
@@ -1032,16 +975,6 @@ class GrammarState:
         if self._matcher.is_error():
             return "broken"
         return "complete" if self._matcher.is_stopped() else "on"
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Which byte each character of a byte-level vocabulary stands for (GPT-2's table)."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [b for b in range(256) if b not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(rest)}
-
-
-BYTE_OF = _byte_alphabet()
 
 
 def uniform(seed: int, n: int, choice: int = 0) -> float:
@@ -1063,74 +996,55 @@ def sample_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     if not rows:
         return tokens.tolist()
     chosen = [draws[i] for i in rows]
-
-    def column(values: Iterable[float]) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=torch.float32, device=logits.device)[:, None]
-
     scaled = logits[rows] - logits[rows].amax(-1, keepdim=True)  # before dividing: a tiny temperature must not overflow
-    probabilities = torch.softmax(scaled / column(d.sampling.temperature for d in chosen).clamp(min=1e-6), -1)
-    probabilities = _filter_rows(probabilities, chosen)
-    cdf = probabilities.cumsum(-1)
-    total = cdf[:, -1:]
-    target = column(uniform(d.sampling.seed, d.n, d.choice) for d in chosen) * total
-    last = torch.searchsorted(cdf, total.contiguous())  # the last token that has any probability
-    drawn = torch.minimum(torch.searchsorted(cdf, target, right=True), last)
-    tokens[rows] = drawn[:, 0]
+    temperatures = logits.new_tensor([max(d.sampling.temperature, 1e-6) for d in chosen])[:, None]
+    cdf = _filter_rows((scaled / temperatures).softmax(-1), chosen).cumsum(-1)
+    total = cdf[:, -1:].contiguous()
+    target = logits.new_tensor([uniform(d.sampling.seed, d.n, d.choice) for d in chosen])[:, None] * total
+    last = torch.searchsorted(cdf, total)  # the last token that has any probability
+    tokens[rows] = torch.searchsorted(cdf, target, right=True).minimum(last)[:, 0]
     return tokens.tolist()
 
 
 def _adjust_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """Apply penalties, bias and bans to the rows that have any; the others cost nothing."""
-    import torch
+    import numpy
 
     touched = [i for i, d in enumerate(draws)
                if d.banned or d.allowed or d.sampling.logit_bias or d.sampling.frequency_penalty
                or d.sampling.presence_penalty or (d.sampling.repetition_penalty or 1) != 1]
-    if not touched:
-        return logits
-    logits = logits.clone()
+    logits = logits.clone() if touched else logits
     for i in touched:
-        draw, row = draws[i], logits[i]
-        s, seen = draw.sampling, list(draw.counts)
-        if (s.repetition_penalty or 1) != 1 and (known := list(draw.prompt | draw.counts.keys())):
+        draw, s, row = draws[i], draws[i].sampling, logits[i]
+        if (s.repetition_penalty or 1) != 1:
+            known = list(draw.prompt | draw.counts.keys())
             value = row[known]
-            row[known] = torch.where(value > 0, value / s.repetition_penalty, value * s.repetition_penalty)
-        if seen:
-            counts = torch.tensor([draw.counts[token] for token in seen], dtype=row.dtype, device=row.device)
-            row[seen] -= counts * s.frequency_penalty + s.presence_penalty
+            row[known] = (value / s.repetition_penalty).where(value > 0, value * s.repetition_penalty)
+        counts = row.new_tensor(list(draw.counts.values()))
+        row[list(draw.counts)] -= counts * s.frequency_penalty + s.presence_penalty
         for token, bias in s.logit_bias:
             row[token] += bias
         if draw.allowed:
-            row[~_bits(draw.allowed, row)] = -torch.inf
-        if draw.banned and bool(row.isfinite().sum() > row[list(draw.banned)].isfinite().sum()):  # something is left
-            row[list(draw.banned)] = -torch.inf
+            bits = numpy.unpackbits(numpy.frombuffer(draw.allowed, numpy.uint8), count=len(row), bitorder="little")
+            row[row.new_tensor(bits) == 0] = -numpy.inf
+        banned = list(draw.banned)
+        if banned and bool(row.isfinite().sum() > row[banned].isfinite().sum()):  # something is left
+            row[banned] = -numpy.inf
     return logits
 
 
-def _bits(mask: bytes, row: torch.Tensor) -> torch.Tensor:
-    """The bits of `mask`, lowest first, as booleans beside `row`."""
-    import torch
-
-    packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8).to(row.device)
-    bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=row.device) & 1
-    return bits.flatten()[: row.numel()].bool()
-
-
 def _filter_rows(probabilities: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Zero what top_k, top_p and min_p rule out, in that order; rows that ask for none of them cost nothing."""
-    import torch
-
-    for row, draw in enumerate(draws):
-        s, p = draw.sampling, probabilities[row]
-        if 0 < (s.top_k or 0) < p.numel() or (s.top_p or 1) < 1:
-            k = s.top_k if s.top_k and s.top_k > 0 else p.numel()
-            values, order = p.topk(min(k, p.numel())) if k < p.numel() else p.sort(descending=True, stable=True)
+    """Zero, in place, what top_k, top_p and min_p rule out, in that order; rows that ask for none cost nothing."""
+    for row, draw in zip(probabilities, draws, strict=True):
+        s, size = draw.sampling, len(row)
+        k = s.top_k if 0 < (s.top_k or 0) < size else size
+        if k < size or (s.top_p or 1) < 1:
+            values, order = row.topk(k) if k < size else row.sort(descending=True, stable=True)
             before = values.cumsum(-1) - values  # a token stays while those before it do not yet reach top_p
-            values[1:] = torch.where(before < (s.top_p or 1) * values.sum(), values, 0.0)[1:]  # the likeliest stays
-            p = torch.zeros_like(p).scatter_(0, order, values)
+            values[1:] *= (before < (s.top_p or 1) * values.sum())[1:]  # the likeliest stays
+            row.zero_().scatter_(0, order, values)
         if s.min_p:
-            p = torch.where(p >= s.min_p * p.max(), p, 0.0)
-        probabilities[row] = p
+            row *= row >= s.min_p * row.max()
     return probabilities
 
 
@@ -1156,30 +1070,17 @@ class ReplyReader:
         if text is None:
             return "", False
         self._undecoded.clear()
-        return self._hold_back(text)
+        text, self._held = self._held + text, ""
+        if found := [at for stop in self._stop if (at := text.find(stop)) >= 0]:
+            return text[: min(found)], True
+        begun = (n for stop in self._stop for n in range(1, min(len(text) + 1, len(stop))) if text.endswith(stop[:n]))
+        send = len(text) - max(begun, default=0)
+        self._held = text[send:]
+        return text[:send], False
 
     def flush(self) -> str:
-        """What is left when the answer ends otherwise; a character that was cut shows as U+FFFD."""
-        left = self._held + self._decoder.decode(self._undecoded, skip_special_tokens=True)
-        self._held = ""
-        return left
-
-    def _hold_back(self, text: str) -> tuple[str, bool]:
-        if not self._stop:
-            return text, False
-        text = self._held + text
-        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
-            self._held = ""
-            return text[: min(found)], True
-        keep = max(_overlap(text, stop) for stop in self._stop)
-        self._held = text[len(text) - keep:]
-        return text[: len(text) - keep], False
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+        """What is left when the answer ends; a character that was cut shows as U+FFFD."""
+        return self._held + self._decoder.decode(self._undecoded, skip_special_tokens=True)
 
 
 # ==============================================================================
@@ -1191,13 +1092,17 @@ def _overlap(text: str, stop: str) -> int:
 # each answer under way and at most one chunk of somebody's prompt, so that a long
 # prompt never stalls the others. Events leave by the job's own `emit`.
 # ==============================================================================
+@dataclass(eq=False, slots=True)
 class Choice:
     """One of a job's answers: its own tokens, memory and reader. The engine thread owns it."""
 
-    def __init__(self, index: int, state: SequenceState, reader: ReplyReader, grammar: GrammarState | None) -> None:
-        self.index, self.state, self.reader, self.grammar = index, state, reader, grammar
-        self.produced: list[int] = []
-        self.counts: Counter[int] = Counter()
+    index: int
+    state: SequenceState
+    reader: ReplyReader
+    grammar: GrammarState | None
+    stop_ids: frozenset[int]  # the tokens that end it
+    produced: list[int] = field(default_factory=list)
+    counts: Counter[int] = field(default_factory=Counter)
 
 
 class Job:
@@ -1207,8 +1112,7 @@ class Job:
         self.prompt, self.sampling, self.emit = prompt, sampling, emit
         self.prompt_ids = frozenset(prompt)
         self.fed = 0  # prompt tokens that the model has seen
-        self.state: SequenceState | None = None
-        self.choices: list[Choice] | None = None  # those under way, once the prompt is computed
+        self.choices: list[Choice] = []  # those under way: one in prefill, all of them from the first token on
         self.cancelled = False
 
 
@@ -1220,7 +1124,6 @@ class Engine:
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
-        self._stopped = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -1236,32 +1139,27 @@ class Engine:
         self._thread.join(timeout=2)
 
     def _run(self) -> None:
-        while True:
-            self._admit()
-            if self._stopped:
-                return
+        while self._admit():
             self._step()
 
-    def _admit(self) -> None:
-        """Take what came in, drop what was cancelled, fill the free places; sleep while there is nothing to do."""
+    def _admit(self) -> bool:
+        """Take what came in, drop what was cancelled, fill the free places; sleep while there is nothing to do.
+        False: it is time to stop."""
         idle = not self._running and not self._waiting
         with contextlib.suppress(queue.Empty):
-            while True:
-                job = self._inbox.get(block=idle)
-                if job is None:
-                    self._stopped = True
-                    return
+            while job := self._inbox.get(block=idle):
                 self._waiting.append(job)
                 idle = False
+            return False
         self._running = [job for job in self._running if not job.cancelled]
         self._waiting = deque(job for job in self._waiting if not job.cancelled)
-        while self._waiting and self._fits(self._waiting[0]):
+        while self._waiting:
+            taken = sum(job.sampling.choices for job in self._running)
+            if taken and taken + self._waiting[0].sampling.choices > self._places:
+                break
             self._running.append(self._waiting.popleft())
             self._running[-1].emit(Started())
-
-    def _fits(self, job: Job) -> bool:
-        taken = sum(other.sampling.choices for other in self._running)
-        return not taken or taken + job.sampling.choices <= self._places
+        return True
 
     def _step(self) -> None:
         plan: list[tuple[Job, Work]] = []
@@ -1275,86 +1173,78 @@ class Engine:
             asked = any(draw.sampling.top_logprobs is not None for draw in draws)
             logprobs = self._model.logprobs(logits, draws, tokens) if asked else [None] * len(draws)
             for (job, choice), token, logprob in zip(drawn, tokens, logprobs, strict=True):
-                if job.choices is None:
-                    continue  # another choice of it has failed in this very step
-                self._advance(job, choice, token, logprob)
+                if job.choices:  # else another choice of it has failed in this very step
+                    self._advance(job, choice, token, logprob)
         except Exception as error:
             log.exception("engine step failed")
             failed = error
         if failed:  # outside the handler: while it runs, the traceback keeps the step's tensors alive
-            refusal = self._model.failure(failed)
-            planned = [job for job in self._running if any(other is job for other, _ in plan)]
-            for job in planned or list(self._running):
-                self._retire(job)
-                job.emit(Failed(refusal))
+            refusal, planned = self._model.failure(failed), {job for job, _ in plan} or set(self._running)
+            for job in [job for job in self._running if job in planned]:
+                self._fail(job, refusal)
 
     def _schedule(self) -> list[tuple[Job, Work]]:
         """One token of each answer under way, and one chunk of the prompt that has waited longest."""
         plan, room = [], self._chunk
         for job in self._running:
-            if job.choices is not None:
+            left = len(job.prompt) - job.fed
+            if not left:
                 plan += [(job, Work(choice.state, [choice.produced[-1]], True)) for choice in job.choices]
             elif room > 0:
-                job.state = job.state or self._model.open()
-                left = len(job.prompt) - job.fed
+                job.choices = job.choices or [self._choice(job, 0, self._model.open())]
                 size = min(left, room) if self._model.prefills_in_pieces else left
                 tokens = job.prompt[job.fed: job.fed + size]
                 job.fed, room = job.fed + size, room - size
-                plan.append((job, Work(job.state, tokens, size == left, job.sampling.choices)))
+                plan.append((job, Work(job.choices[0].state, tokens, size == left, job.sampling.choices)))
         return plan
+
+    def _choice(self, job: Job, index: int, state: SequenceState) -> Choice:
+        s, model = job.sampling, self._model
+        stop_ids = s.stop_ids if s.ignore_eos else s.stop_ids | model.stop_ids
+        return Choice(index, state, model.reader(s.stop), model.follow(s.grammar), stop_ids)
 
     def _drawn(self, plan: Sequence[tuple[Job, Work]]) -> list[tuple[Job, Choice]]:
         """Who gets a token in this step, in the order of the logits; a prompt that is done forks into its choices."""
         drawn = []
         for job, work in plan:
-            if not work.wants_token:
-                continue
-            if job.choices is None:
-                states = [job.state, *(self._model.fork(job.state) for _ in range(job.sampling.choices - 1))]
-                job.choices = [Choice(n, state, self._model.reader(job.sampling.stop),
-                                      self._model.follow(job.sampling.grammar)) for n, state in enumerate(states)]
-                drawn += [(job, choice) for choice in job.choices]
-            else:
-                drawn += [(job, choice) for choice in job.choices if choice.state is work.state]
+            if work.wants_token:
+                if not job.choices[0].produced:
+                    job.choices += [self._choice(job, n, self._model.fork(work.state)) for n in range(1, work.copies)]
+                drawn += [(job, choice) for choice in job.choices if choice.state is work.state or not choice.produced]
         return drawn
 
-    def _draw(self, job: Job, choice: Choice) -> Draw:
+    @staticmethod
+    def _draw(job: Job, choice: Choice) -> Draw:
         n = len(choice.produced)
-        banned = self._stop_ids(job) if n < job.sampling.min_tokens else frozenset()
+        banned = choice.stop_ids if n < job.sampling.min_tokens else frozenset()
         allowed = choice.grammar.allowed() if choice.grammar else None
         return Draw(job.sampling, n, choice.index, choice.counts, job.prompt_ids, banned, allowed)
-
-    def _stop_ids(self, job: Job) -> frozenset[int]:
-        return job.sampling.stop_ids | (frozenset() if job.sampling.ignore_eos else self._model.stop_ids)
 
     def _advance(self, job: Job, choice: Choice, token: int, logprob: TokenLogprob | None) -> None:
         """Take a choice's next token: show it, and end the choice, and with its last one the job, where it ends."""
         choice.produced.append(token)
         choice.counts[token] += 1
-        reason = None
-        if token in self._stop_ids(job):
-            text, reason, logprob = choice.reader.flush(), "stop", None
+        text, stopped, grammar = "", True, "on"
+        if token in choice.stop_ids:
+            logprob = None
         else:
             text, stopped = choice.reader.feed(token)
             grammar = choice.grammar.take(token) if choice.grammar else "on"
-            if grammar == "broken":
-                self._retire(job)
-                error = ApiError(500, "The grammar grew beyond what can be followed.", "grammar_failed")
-                return job.emit(Failed(error))
-            if stopped or grammar == "complete":
-                text, reason = text + ("" if stopped else choice.reader.flush()), "stop"
-            elif len(choice.produced) >= job.sampling.max_new_tokens:
-                text, reason = text + choice.reader.flush(), "length"
-        job.emit(TextDelta(text, token, choice.index, logprob))
+        if grammar == "broken":
+            return self._fail(job, ApiError(500, "The grammar grew beyond what can be followed.", "grammar_failed"))
+        stopped = stopped or grammar == "complete"
+        reason = "stop" if stopped else "length" if len(choice.produced) >= job.sampling.max_new_tokens else None
+        job.emit(TextDelta(text + (choice.reader.flush() if reason else ""), token, choice.index, logprob))
         if reason:
             job.choices.remove(choice)
             if not job.choices:
-                self._retire(job)
+                self._running.remove(job)
             job.emit(Finished(reason, choice.index))
 
-    def _retire(self, job: Job) -> None:
+    def _fail(self, job: Job, error: ApiError) -> None:
         self._running.remove(job)
-        job.state = job.choices = None
+        job.choices = []
+        job.emit(Failed(error))
 
 
 # ==============================================================================
@@ -1400,23 +1290,26 @@ def make_frame(session: str, index: int, event: str | None, data: str) -> Frame:
     return Frame(index, head + f"id: {session}:{index}\n\n".encode(), len(head))
 
 
+@dataclass(eq=False, repr=False)
 class Session:
     """The numbered stream of one generation. The event loop owns it; readers never change it."""
 
-    def __init__(self, id: str, kind: str, label: str | None = None, owner: str = ANYBODY, stored: bool = True,
-                 created: float | None = None) -> None:
-        self.id, self.kind, self.label, self.owner, self.stored = id, kind, label, owner, stored
-        self.created = time.time() if created is None else created
-        self.ended: float | None = None
-        self.status = "queued"
-        self.first = 0  # index of the oldest frame in memory
-        self.frames: list[Frame] = []
-        self.bytes = 0
-        self.made = 0  # frames numbered, of which the last may not be on disk yet
-        self.result: dict[str, Any] | None = None
-        self.error: ApiError | None = None
-        self.readers = 0
-        self._changed = asyncio.Event()
+    id: str
+    kind: str
+    label: str | None = None
+    owner: str = ANYBODY
+    stored: bool = True
+    created: float = field(default_factory=time.time)
+    ended: float | None = None
+    status: str = "queued"
+    first: int = 0  # index of the oldest frame in memory
+    frames: list[Frame] = field(default_factory=list)
+    bytes: int = 0
+    made: int = 0  # frames numbered, of which the last may not be on disk yet
+    result: dict[str, Any] | None = None
+    error: ApiError | None = None
+    readers: int = 0
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def name(self) -> str:
@@ -1432,38 +1325,32 @@ class Session:
     def closed(self) -> bool:
         return self.ended is not None
 
-    def publish(self, frames: Sequence[Frame]) -> None:
+    def publish(self, frames: Sequence[Frame], status: str | None = None, now: float = 0.0) -> None:
+        """Show `frames` to the readers; a `status` ends the session with them."""
         self.frames += frames
         self.bytes += sum(f.size for f in frames)
-        self._wake()
-
-    def close(self, status: str, ended: float) -> None:
-        self.status, self.ended = status, ended
-        self._wake()
-
-    def _wake(self) -> None:
+        if status:
+            self.status, self.ended = status, now
         # One event per change: a condition with a timeout can lose a wake-up.
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def change(self) -> None:
-        """Wait for the next frame or the end."""
-        await self._changed.wait()
+    async def until(self, count: float) -> None:
+        """Wait until there are so many frames, or the end."""
+        while self.count < count and not self.closed:
+            await self._changed.wait()
 
     async def end(self) -> None:
-        """Wait for the end."""
-        while not self.closed:
-            await self.change()
+        await self.until(math.inf)
 
     def trim(self, max_frames: int, max_bytes: float) -> None:
         """Let the oldest frames go. The last one stays, whatever its size."""
-        drop = max(0, len(self.frames) - max_frames)
-        size = self.bytes - sum(f.size for f in self.frames[:drop])
-        while size > max_bytes and drop < len(self.frames) - 1:
-            size -= self.frames[drop].size
+        drop = 0
+        while drop < len(self.frames) - 1 and (len(self.frames) - drop > max_frames or self.bytes > max_bytes):
+            self.bytes -= self.frames[drop].size
             drop += 1
         del self.frames[:drop]
-        self.first, self.bytes = self.first + drop, size
+        self.first += drop
 
     @property
     def view(self) -> dict[str, Any]:
@@ -1478,67 +1365,67 @@ class SessionStore:
     def __init__(self, settings: Settings, log: SessionLog | None) -> None:
         self._settings, self._log = settings, log
         self._by_id: dict[str, Session] = {}
-        self._by_label: dict[tuple[str, str], Session] = {}
+        self._by_name: dict[tuple[str, str], Session] = {}
 
     async def begin(self, session: Session) -> None:
         """Make `session` known, on disk too. Raises ApiError 409 `session_exists` where its label is taken."""
-        taken = await self.find(session.label, session.owner) if session.label else None
-        if session.label and taken is None:
-            taken = self._in_memory(session.label, session.owner)  # another may have come meanwhile
-        if taken:
+        if session.label and (taken := await self.find(session.label, session.owner)):
             raise ApiError(
                 409, f"The session `{session.label}` exists already ({taken.status}, {taken.count} frames). To read it "
                 f"on, send Last-Event-ID or GET /v1/sessions/{session.label}/events; for a new answer choose another "
                 "session_id.", "session_exists", "session_id", {"x-should-retry": "false"})
         self._remember(session)
-        if self._log and session.stored:
-            written = asyncio.Event()
-            row = (session.id, session.label, session.owner, session.kind, session.created, session.status)
-            self._log.write(session.id, [(
-                "INSERT INTO sessions (id, label, owner, kind, created, status) VALUES (?, ?, ?, ?, ?, ?)", row)],
-                written.set)
-            await written.wait()
+        written = asyncio.Event()
+        insert = "INSERT INTO sessions (id, label, owner, kind, created, status) VALUES (?, ?, ?, ?, ?, ?)"
+        row = (session.id, session.label, session.owner, session.kind, session.created, session.status)
+        self._write(session, [(insert, row)], written.set)
+        await written.wait()
+
+    def _disk(self, session: Session) -> SessionLog | None:
+        """Where the session is kept beside memory, if it is."""
+        return self._log if session.stored else None
+
+    def _write(self, session: Session, statements: Sequence[Statement], then: Callable[[], None]) -> None:
+        """Call `then` once `statements` are on disk; at once, where the session is in memory only."""
+        if disk := self._disk(session):
+            disk.write(session.id, statements, then)
+        else:
+            then()
 
     def _remember(self, session: Session) -> None:
-        self._by_id[session.id] = session
-        if session.label:
-            self._by_label[session.owner, session.label] = session
+        self._by_id[session.id] = self._by_name[session.owner, session.name] = session
+
+    def _evict(self, session: Session) -> None:
+        self._by_id.pop(session.id, None)
+        if self._by_name.get((session.owner, session.name)) is session:  # else its label was taken anew
+            del self._by_name[session.owner, session.name]
 
     def forget(self, session: Session) -> None:
         """Drop a session that came to nothing."""
         self._evict(session)
-        if self._log and session.stored:
-            self._log.write(session.id, [("DELETE FROM sessions WHERE id = ?", (session.id,))])
-
-    def _evict(self, session: Session) -> None:
-        self._by_id.pop(session.id, None)
-        if self._by_label.get((session.owner, session.label or "")) is session:
-            del self._by_label[session.owner, session.label or ""]
+        self._write(session, [("DELETE FROM sessions WHERE id = ?", (session.id,))], lambda: None)
 
     async def find(self, ref: str, owner: str) -> Session | None:
         """The session of that id or label, if it is this owner's and has not expired."""
-        session = self._in_memory(ref, owner)
-        if session is None and self._log:
-            rows = await self._log.rows(
-                f"{_ROW} WHERE owner = ? AND (id = ? OR label = ?) ORDER BY created DESC LIMIT 1", (owner, ref, ref))
-            session = self._restored(rows[0]) if rows else None
-        return None if session is None or self._expired(session) else session
+        if self._in_memory(ref, owner) is None:
+            await self._restored("owner = ? AND (id = ? OR label = ?) AND ended IS NOT NULL"
+                                 " ORDER BY created DESC LIMIT 1", owner, ref, ref)
+        return self._in_memory(ref, owner)  # restored, or begun meanwhile
 
     def _in_memory(self, ref: str, owner: str) -> Session | None:
-        session = self._by_id.get(ref) or self._by_label.get((owner, ref))
+        session = self._by_id.get(ref) or self._by_name.get((owner, ref))
         return None if session is None or session.owner != owner or self._expired(session) else session
 
-    def _restored(self, row: tuple[Any, ...]) -> Session | None:
-        """The session of a row. One that runs is in memory, or its row was read before it ended and is out of date."""
-        return self._by_id.get(row[0]) or (self._restore(row) if row[5] is not None else None)
-
-    def _restore(self, row: tuple[Any, ...]) -> Session:
-        """A session known from disk: all its frames are there, none in memory."""
-        id, label, owner, kind, created, ended, status, count = row
-        session = Session(id, kind, label, owner, created=created)
-        session.ended, session.status, session.first, session.made = ended, status, count, count
-        self._remember(session)
-        return session
+    async def _restored(self, where: str, *values: Any) -> list[Session]:
+        """Sessions that only disk knew, from now on in memory too, their frames still on disk. Of those that have no
+        end only `interrupted` may ask: such a row may be out of date when it arrives, and would never end."""
+        rows = await self._log.rows(f"{_ROW} WHERE {where}", values) if self._log else []
+        found = [Session(id, kind, label, owner, created=created, ended=ended, status=status, first=count, made=count)
+                 for id, label, owner, kind, created, ended, status, count in rows if id not in self._by_id]
+        found = [session for session in found if not self._expired(session)]
+        for session in found:
+            self._remember(session)
+        return found
 
     def _expired(self, session: Session) -> bool:
         ttl = self._settings.sessions_ttl_seconds if session.stored else UNSTORED_TTL_SECONDS
@@ -1553,28 +1440,25 @@ class SessionStore:
         now = time.time()
 
         def publish() -> None:
-            session.publish(made)
+            session.publish(made, status, now)
             session.trim(self._settings.session_buffer_frames, self._settings.session_buffer_mib * 2**20)
             if status:
-                session.close(status, now)
                 self._bound_memory()
 
-        if not (self._log and session.stored):
-            return publish()
+        insert = "INSERT INTO frames (session, idx, event, data, tokens) VALUES (?, ?, ?, ?, ?)"
         behind = struct.pack(f"<{len(tokens)}I", *tokens)
-        rows = [("INSERT INTO frames (session, idx, event, data, tokens) VALUES (?, ?, ?, ?, ?)",
-                 (session.id, made[n].index, event, data, b"" if n else behind))
+        rows = [(insert, (session.id, made[n].index, event, data, b"" if n else behind))
                 for n, (event, data) in enumerate(frames)]
         if status:
             rows.append(("UPDATE sessions SET status = ?, ended = ? WHERE id = ?", (status, now, session.id)))
-        self._log.write(session.id, rows, publish)
+        self._write(session, rows, publish)
 
     def check_position(self, session: Session, after: int) -> None:
         """Refuse an index that no reader can have seen, or one whose successors are gone."""
         if after >= session.count:
             raise ApiError(400, f"Last-Event-ID names frame {after}, but the session has {session.count} so far.",
                            "invalid_last_event_id", "Last-Event-ID")
-        if after + 1 < session.first and not (self._log and session.stored):
+        if after + 1 < session.first and not self._disk(session):
             raise self._events_expired()
 
     @staticmethod
@@ -1584,7 +1468,8 @@ class SessionStore:
     async def read(self, session: Session, after: int = -1) -> AsyncIterator[Sequence[Frame]]:
         """Yield the frames after `after` in batches, each frame once and in order, until the session closes."""
         at = after + 1
-        while True:
+        while at < session.count or not session.closed:
+            await session.until(at + 1)
             if at < session.first:
                 batch = await self._read_log(session, at)
             else:
@@ -1592,33 +1477,24 @@ class SessionStore:
             if batch:
                 at = batch[-1].index + 1
                 yield batch
-            elif session.closed:
-                return
-            else:
-                await session.change()
 
     async def _read_log(self, session: Session, at: int) -> list[Frame]:
-        if not (self._log and session.stored):
-            raise self._events_expired()
-        rows = await self._log.rows("SELECT idx, event, data FROM frames WHERE session = ? AND idx >= ? ORDER BY idx"
-                                    " LIMIT ?", (session.id, at, READ_BATCH_FRAMES))
+        query = "SELECT idx, event, data FROM frames WHERE session = ? AND idx >= ? ORDER BY idx LIMIT ?"
+        disk = self._disk(session)
+        rows = await disk.rows(query, (session.id, at, READ_BATCH_FRAMES)) if disk else []
         if not rows or rows[0][0] != at:
             raise self._events_expired()
         return [make_frame(session.name, *row) for row in rows]
 
     async def list(self, owner: str) -> list[Session]:
         """Every session of this owner that can be read, newest first."""
-        if self._log:
-            for row in await self._log.rows(f"{_ROW} WHERE owner = ? ORDER BY created DESC LIMIT ?",
-                                            (owner, LISTED_SESSIONS)):
-                self._restored(row)
+        await self._restored("owner = ? AND ended IS NOT NULL ORDER BY created DESC LIMIT ?", owner, LISTED_SESSIONS)
         mine = [s for s in self._by_id.values() if s.owner == owner and not self._expired(s)]
         return sorted(mine, key=lambda s: s.created, reverse=True)[:LISTED_SESSIONS]
 
     async def interrupted(self) -> list[Session]:
         """Sessions that a killed server left unfinished. To be asked once, before the first request."""
-        rows = await self._log.rows(f"{_ROW} WHERE ended IS NULL") if self._log else []
-        return [self._restore(row) for row in rows]
+        return await self._restored("ended IS NULL")
 
     def _bound_memory(self) -> None:
         """Above the bound of all frames, drop finished sessions from memory, the oldest first."""
@@ -1647,6 +1523,7 @@ _ROW = ("SELECT id, label, owner, kind, created, ended, status,"
 
 
 SCHEMA = """
+PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, label TEXT, owner TEXT NOT NULL, kind TEXT NOT NULL,
     created REAL NOT NULL, ended REAL, status TEXT NOT NULL
@@ -1666,13 +1543,7 @@ Statement = tuple[str, tuple[Any, ...]]
 class _Write:
     session: str
     statements: Sequence[Statement]
-    then: Callable[[], None] | None
-
-
-@dataclass(slots=True)
-class _Read:
-    statement: Statement
-    answer: asyncio.Future[list[tuple[Any, ...]]]
+    then: Callable[[], None] | None = None
 
 
 class SessionLog:
@@ -1680,7 +1551,7 @@ class SessionLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._inbox: queue.SimpleQueue[_Write | _Read | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Write | Callable[[], None] | None] = queue.SimpleQueue()
         self._unsaved: list[_Write] = []
         self._lost: set[str] = set()  # sessions that would have a hole on disk: nothing of them stays there
         self._retry_at = 0.0
@@ -1709,8 +1580,6 @@ class SessionLog:
         found = db.execute("PRAGMA user_version").fetchone()[0]
         if found not in (0, SCHEMA_VERSION):
             raise sqlite3.DatabaseError(f"its schema has version {found}, this server writes {SCHEMA_VERSION}")
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = NORMAL")
         db.executescript(f"{SCHEMA} PRAGMA user_version = {SCHEMA_VERSION};")
         return db, lock
 
@@ -1720,9 +1589,9 @@ class SessionLog:
 
     async def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         """The rows of `query`, after every write that was asked for before it. Raises ApiError 503 on a fault."""
-        answer = self._loop.create_future()
-        self._inbox.put(_Read((query, values), answer))
-        return await answer
+        answer: Future[list[tuple[Any, ...]]] = Future()
+        self._inbox.put(functools.partial(self._read, query, values, answer))
+        return await asyncio.wrap_future(answer)
 
     def stop(self) -> None:
         """Commit what waits and close the file."""
@@ -1740,9 +1609,8 @@ class SessionLog:
             if stopping := None in tasks:
                 self._retry_at = 0.0
             self._commit([t for t in tasks if isinstance(t, _Write)])
-            for task in tasks:
-                if isinstance(task, _Read):
-                    self._answer(task)
+            for read in filter(callable, tasks):
+                read()
         self._db.close()
         self._lock.close()
 
@@ -1750,27 +1618,22 @@ class SessionLog:
         """Commit everything that waits in one go; after a fault, show it all the same and try again later."""
         self._unsaved += [w for w in writes if w.session not in self._lost]
         if self._unsaved and time.monotonic() >= self._retry_at:
-            try:
-                self._save()
-            except sqlite3.Error as error:
-                self._give_up(error)
-        done = [w.then for w in writes if w.then]
-        if done:
-            self._to_loop(lambda: [then() for then in done])
+            self._save()
+        if done := [w.then for w in writes if w.then]:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+                self._loop.call_soon_threadsafe(lambda: [then() for then in done])
 
     def _save(self) -> None:
-        if not self._path.exists():
-            raise sqlite3.OperationalError("the file is gone")
-        self._db.execute("BEGIN IMMEDIATE")
         try:
-            for write in self._unsaved:
-                for statement, values in write.statements:
-                    self._db.execute(statement, values)
-            self._db.execute("COMMIT")
-        except sqlite3.Error:
-            with contextlib.suppress(sqlite3.Error):
-                self._db.execute("ROLLBACK")
-            raise
+            if not self._path.exists():
+                raise sqlite3.OperationalError("the file is gone")
+            with self._db:  # commits, or rolls back
+                self._db.execute("BEGIN IMMEDIATE")
+                for write in self._unsaved:
+                    for statement in write.statements:
+                        self._db.execute(*statement)
+        except sqlite3.Error as error:
+            return self._give_up(error)
         self._unsaved.clear()
         if self.degraded:
             log.warning("session storage works again")
@@ -1784,21 +1647,18 @@ class SessionLog:
             dropped = {w.session for w in self._unsaved if w.session}
             self._lost |= dropped
             removals = [_Write("", [("DELETE FROM frames WHERE session = ?", (session,)),
-                                    ("DELETE FROM sessions WHERE id = ?", (session,))], None) for session in dropped]
+                                    ("DELETE FROM sessions WHERE id = ?", (session,))]) for session in dropped]
             self._unsaved = [w for w in self._unsaved if not w.session] + removals
 
-    def _answer(self, task: _Read) -> None:
+    def _read(self, query: str, values: tuple[Any, ...], answer: Future[list[tuple[Any, ...]]]) -> None:
+        if not answer.set_running_or_notify_cancel():
+            return  # who asked has left
         try:
-            settle = functools.partial(task.answer.set_result, self._db.execute(*task.statement).fetchall())
+            answer.set_result(self._db.execute(query, values).fetchall())
         except sqlite3.Error as fault:
             log.warning("session storage cannot be read: %s", fault)
-            settle = functools.partial(task.answer.set_exception, ApiError(
-                503, "Session storage cannot be read just now.", "storage_unavailable", headers={"retry-after": "2"}))
-        self._to_loop(lambda: task.answer.done() or settle())
-
-    def _to_loop(self, call: Callable[[], Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(call)
+            answer.set_exception(ApiError(503, "Session storage cannot be read just now.", "storage_unavailable",
+                                          headers={"retry-after": "2"}))
 
 
 # ==============================================================================
@@ -1820,16 +1680,14 @@ class Reply(Protocol):
     """Folds one generation's events into a protocol's frames and final object."""
 
     def frames(self, event: Event) -> list[FrameText]: ...
-
+    def result(self) -> dict[str, Any]: ...
     @property
     def is_done(self) -> bool: ...
-
-    def result(self) -> dict[str, Any]: ...
 
 
 def chat_messages(body: ChatRequest) -> tuple[Message, ...]:
     """The messages as values: `developer` is `system`, text parts are joined, arguments are parsed."""
-    return tuple(_chat_message(m, f"messages[{n}]") for n, m in enumerate(body.messages))
+    return tuple(_chat_message(message, f"messages[{n}]") for n, message in enumerate(body.messages))
 
 
 def _chat_message(message: ChatMessage, where: str) -> Message:
@@ -1849,12 +1707,10 @@ def _chat_text(content: str | list[ContentPart] | None, where: str) -> str:
         return content or ""
     texts = []
     for n, part in enumerate(content):
-        text = {"text": part.text, "refusal": part.refusal}.get(part.type)
         if part.type not in ("text", "refusal"):
             raise refuse_media(part.type, f"{where}[{n}]")
-        if text is None:
-            where = f"{where}[{n}].{part.type}"
-            raise ApiError(400, f"{where}: missing.", "invalid_value", where)
+        if (text := getattr(part, part.type)) is None:
+            raise invalid_value(f"{where}[{n}].{part.type}", "missing")
         texts.append(text)
     return "\n".join(texts)
 
@@ -1876,7 +1732,7 @@ def check_chat(body: ChatRequest, settings: Settings) -> None:
     if body.store:
         raise ApiError(400, "`store: true` is not supported by this server yet.", "unsupported_parameter", "store")
     if body.top_logprobs and not body.logprobs:
-        raise ApiError(400, "top_logprobs: set `logprobs` to true with it.", "invalid_value", "top_logprobs")
+        raise invalid_value("top_logprobs", "set `logprobs` to true with it")
     if body.stream_options and not body.stream:
         raise ApiError(400, "`stream_options` is only for streams: set `stream` to true.", "invalid_value",
                        "stream_options")
@@ -1884,63 +1740,62 @@ def check_chat(body: ChatRequest, settings: Settings) -> None:
 
 def chat_sampling(body: ChatRequest, settings: Settings) -> Sampling:
     """How to answer, with the operator's temperature where the client gave none; a seed is drawn if none is given."""
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    given = body.model_dump(exclude_none=True, include={
+        "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "frequency_penalty", "presence_penalty",
+        "ignore_eos", "min_tokens"})
     return Sampling(
-        repetition_penalty=body.repetition_penalty, frequency_penalty=body.frequency_penalty or 0.0,
-        presence_penalty=body.presence_penalty or 0.0, choices=body.n or 1,
-        logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items()),
-        stop_ids=frozenset(body.stop_token_ids or ()), ignore_eos=bool(body.ignore_eos),
-        min_tokens=body.min_tokens or 0, top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        **{"temperature": settings.temperature, "seed": secrets.randbits(63)} | given, choices=body.n or 1,
         max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-        temperature=settings.temperature if body.temperature is None else body.temperature,
-        top_p=body.top_p, top_k=body.top_k, min_p=body.min_p,
-        seed=secrets.randbits(63) if body.seed is None else body.seed, stop=tuple(stop), grammar=chat_grammar(body))
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        stop_ids=frozenset(body.stop_token_ids or ()), grammar=chat_grammar(body),
+        logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items()),
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None)
 
 
 def chat_grammar(body: ChatRequest) -> Grammar | None:
     """What the answer must look like, from `response_format` or its extension."""
     wanted, extra = body.response_format, body.structured_outputs
-    if wanted and wanted.type != "text":
-        if extra:
-            raise ApiError(400, "structured_outputs: not together with `response_format`.", "invalid_value",
-                           "structured_outputs")
-        if wanted.type == "json_schema" and wanted.json_schema is None:
-            raise ApiError(400, "response_format.json_schema: missing.", "invalid_value", "response_format.json_schema")
-        schema = (wanted.json_schema.schema_ if wanted.json_schema else None) or {"type": "object"}
-        return json_grammar(schema, "response_format")
-    return structured_grammar(extra) if extra else None
+    if wanted is None or wanted.type == "text":
+        return structured_grammar(extra) if extra else None
+    if extra:
+        raise invalid_value("structured_outputs", "not together with `response_format`")
+    if wanted.type == "json_schema" and wanted.json_schema is None:
+        raise invalid_value("response_format.json_schema", "missing")
+    schema = wanted.json_schema.schema_ if wanted.json_schema else None
+    return json_grammar(schema or {"type": "object"}, "response_format")
 
 
 def structured_grammar(wanted: StructuredOutputs) -> Grammar:
-    given = [name for name in ("json_", "regex", "choice", "grammar") if getattr(wanted, name) is not None]
+    param, fields = "structured_outputs", [(name, getattr(wanted, name)) for name in StructuredOutputs.model_fields]
+    given = [(name, value) for name, value in fields if value is not None]
     if len(given) != 1:
-        raise ApiError(400, "structured_outputs: give exactly one of json, regex, choice and grammar.", "invalid_value",
-                       "structured_outputs")
-    if wanted.json_ is not None:
-        return json_grammar(wanted.json_, "structured_outputs")
-    if wanted.choice is not None:
-        rule = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wanted.choice)
-        return Grammar("lark", f"start: {rule}", "structured_outputs")
-    return Grammar("regex" if wanted.regex is not None else "lark", wanted.regex or wanted.grammar or "",
-                   "structured_outputs")
+        raise invalid_value(param, "give exactly one of json, regex, choice and grammar")
+    match given[0]:
+        case "json_", schema:
+            return json_grammar(schema, param)
+        case "regex", expression:
+            return Grammar("regex", expression, param)
+        case "choice", choices:
+            rule = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+            return Grammar("lark", f"start: {rule}", param)
+        case _, rules:
+            return Grammar("lark", rules, param)
 
 
 def json_grammar(schema: dict[str, Any] | str, param: str) -> Grammar:
     """A schema as a grammar. White space is fixed: with a free hand a small model pads for ever."""
     schema = parse_json(schema, param) if isinstance(schema, str) else schema
     if not isinstance(schema, dict):
-        raise ApiError(400, f"{param}: a JSON Schema is an object.", "invalid_value", param)
+        raise invalid_value(param, "a JSON Schema is an object")
     return Grammar("json", json.dumps(schema | {"x-guidance": {"whitespace_flexible": False}}), param)
 
 
-class _ChatChoice:
-    """What one choice of a chat answer has said so far."""
-
-    def __init__(self) -> None:
-        self.text: list[str] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.unshown: list[TokenLogprob] = []  # of tokens whose text is still held back
-        self.reason: str | None = None
+@dataclass(slots=True)
+class _ChatChoice:  # what one choice of a chat answer has said so far
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    unshown: list[TokenLogprob] = field(default_factory=list)  # of tokens whose text is still held back
+    reason: str | None = None
 
 
 class ChatReply:
@@ -1948,10 +1803,11 @@ class ChatReply:
 
     kind = "chat"
 
-    def __init__(self, id: str, model: str, include_usage: bool, choices: int = 1, logprobs: bool = False) -> None:
-        self._id, self._model, self._include_usage, self._logprobs = id, model, include_usage, logprobs
-        self._created = int(time.time())
-        self._choices = [_ChatChoice() for _ in range(choices)]
+    def __init__(self, id: str, model: str, body: ChatRequest) -> None:
+        self._id, self._model, self._created = id, model, int(time.time())
+        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._logprobs = bool(body.logprobs)
+        self._choices = [_ChatChoice() for _ in range(body.n or 1)]
         self._prompt_tokens = self._completion_tokens = 0
 
     def frames(self, event: Event) -> list[FrameText]:
@@ -1963,9 +1819,13 @@ class ChatReply:
             case TextDelta():
                 return self._delta(event)
             case Finished(reason, choice):
-                left = [n for n, c in enumerate(self._choices) if c.reason is None]
-                frames = [self._finish(n, reason) for n in (left if reason == "cancelled" else [choice])]
-                return frames + (self._end() if self.is_done else [])
+                ended = [choice] if reason != "cancelled" else [n for n, c in enumerate(self._choices) if not c.reason]
+                for n in ended:
+                    self._choices[n].reason = reason
+                frames = [self._chunk(n, {}, reason) for n in ended]
+                if self.is_done and self._include_usage:
+                    frames.append(_data(self._object("chat.completion.chunk", [], usage=self._usage())))
+                return [*frames, DONE] if self.is_done else frames
             case Failed(error):
                 return chat_error_frames(error)
         return []
@@ -1979,7 +1839,7 @@ class ChatReply:
             "index": n, "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
             "logprobs": _chat_logprobs(choice.logprobs) if self._logprobs else None, "finish_reason": choice.reason,
         } for n, choice in enumerate(self._choices)]
-        return self._object("chat.completion", choices) | {"usage": self._usage()}
+        return self._object("chat.completion", choices, usage=self._usage())
 
     def _delta(self, event: TextDelta) -> list[FrameText]:
         choice = self._choices[event.choice]
@@ -1993,23 +1853,16 @@ class ChatReply:
         choice.logprobs += shown
         return [self._chunk(event.choice, {"content": event.text}, logprobs=shown)]
 
-    def _finish(self, n: int, reason: str) -> FrameText:
-        self._choices[n].reason = reason
-        return self._chunk(n, {}, reason)
-
-    def _end(self) -> list[FrameText]:
-        usage = self._object("chat.completion.chunk", []) | {"usage": self._usage()}
-        return [*([_data(usage)] if self._include_usage else []), DONE]
-
     def _chunk(self, n: int, delta: dict[str, Any], reason: str | None = None,
                logprobs: Sequence[TokenLogprob] = ()) -> FrameText:
         choice = {"index": n, "delta": delta, "logprobs": _chat_logprobs(logprobs) if logprobs else None,
                   "finish_reason": reason}
         usage = {"usage": None} if self._include_usage else {}
-        return _data(self._object("chat.completion.chunk", [choice]) | usage)
+        return _data(self._object("chat.completion.chunk", [choice], **usage))
 
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+    def _object(self, kind: str, choices: list[dict[str, Any]], **usage: Any) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices,
+                **usage}
 
     def _usage(self) -> dict[str, Any]:
         asked, made = self._prompt_tokens, self._completion_tokens
@@ -2046,12 +1899,12 @@ Load = Callable[[Settings, Report], Model]
 class Generation:
     """One answer on its way: its session, its protocol's fold, and the queue that all its events pass through."""
 
-    def __init__(self, session: Session, reply: Reply, messages: Sequence[Message], sampling: Sampling) -> None:
-        self.session, self.reply, self.messages, self.sampling = session, reply, messages, sampling
+    def __init__(self, session: Session, reply: Reply, announced: bool) -> None:
+        self.session, self.reply = session, reply
+        self.announced = announced  # the headers are out: a refusal can only be a frame
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.admission: asyncio.Task[None] | None = None
         self.job: Job | None = None
-        self.announced = False  # the headers are out: a refusal can only be a frame
         self.ending = False
         self.left_at: float | None = None  # when the last reader left, while nobody reads
         self.timer: asyncio.TimerHandle | None = None
@@ -2064,12 +1917,11 @@ class Generation:
             self.events.put_nowait(event)
 
     def stop_work(self) -> None:
-        if self.admission:
-            self.admission.cancel()
+        for handle in (self.admission, self.timer):
+            if handle:
+                handle.cancel()
         if self.job:
             self.job.cancelled = True
-        if self.timer:
-            self.timer.cancel()
 
 
 class Server:
@@ -2085,7 +1937,7 @@ class Server:
         self.draining = False
         self.model: Model | None = None
         self._engine: Engine | None = None
-        self._loading: asyncio.Future[None] | None = None
+        self._loading: asyncio.Future[Model] | None = None
         self._generations: dict[str, Generation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._pool = ThreadPoolExecutor(2, "tokenize")
@@ -2166,8 +2018,7 @@ class Server:
         except Exception as fault:  # a door to foreign code: hub, files, remote code, drivers
             log.exception("model load failed")
             model, error = None, explain_load_failure(fault, self.settings)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped meanwhile
-            self._loop.call_soon_threadsafe(self._loaded, model, error, time.monotonic() - began)
+        self._deliver(self._loaded, model, error, time.monotonic() - began)
 
     def _loaded(self, model: Model | None, error: ApiError | None, seconds: float) -> None:
         self.progress = None
@@ -2179,7 +2030,7 @@ class Server:
         self._engine = Engine(model, self.settings.max_concurrent_requests, self.settings.prefill_chunk_tokens)
         self._engine.start()
         log.info("model ready after %.1f s: %s, context %d", seconds, model.name, model.context)
-        self._loading.set_result(None)
+        self._loading.set_result(model)
 
     @property
     def readiness(self) -> dict[str, Any]:
@@ -2203,8 +2054,7 @@ class Server:
         if not done:
             raise ApiError(503, "The model is still loading; try again shortly.", "model_not_ready",
                            headers={"retry-after": "10"})
-        self._loading.result()
-        return self.model
+        return self._loading.result()
 
     # -- generations -------------------------------------------------------------------------------------------
     async def begin(self, session: Session, reply: Reply, messages: Sequence[Message], sampling: Sampling,
@@ -2212,15 +2062,13 @@ class Server:
         """Make a session, on disk too, and start its generation. `announced`: the client is told of it at once, so a
         later refusal becomes a frame; else the session is dropped and its `error` says why."""
         self._check_room()
-        generation = Generation(session, reply, messages, sampling)
-        generation.announced = announced
-        self._generations[session.id] = generation
+        generation = self._generations[session.id] = Generation(session, reply, announced)
         try:
             await self.store.begin(session)
         except BaseException:
             del self._generations[session.id]
             raise
-        generation.admission = self._spawn(self._admit(generation))
+        generation.admission = self._spawn(self._admit(generation, messages, sampling))
         self._spawn(self._produce(generation))
         self._arm(generation)
         self._make_room()
@@ -2242,23 +2090,27 @@ class Server:
         excess = len(active) - self.settings.max_concurrent_requests
         unread = sorted((g for g in active if g.left_at is not None), key=lambda g: g.left_at or 0)
         for generation in unread[: max(0, excess)]:
-            log.info("session %s is cancelled: nobody reads it and others wait", generation.session.id)
-            generation.end(Finished("cancelled"))
+            self._cancel(generation, "nobody reads it and others wait")
 
-    async def _admit(self, generation: Generation) -> None:
+    @staticmethod
+    def _cancel(generation: Generation, why: str) -> None:
+        log.info("session %s is cancelled: %s", generation.session.id, why)
+        generation.end(Finished("cancelled"))
+
+    async def _admit(self, generation: Generation, messages: Sequence[Message], sampling: Sampling) -> None:
         """Tokenise, check that it fits, and hand the job to the engine; a refusal becomes the last event."""
         try:
             model = await self._wait_for_model()
-            prompt = await self._loop.run_in_executor(self._pool, model.encode, generation.messages)
-            await self._loop.run_in_executor(self._pool, model.check, generation.sampling)
-            sampling = self._fit(generation.sampling, len(prompt), model)
-        except ApiError as error:
+            prompt = await self._loop.run_in_executor(self._pool, model.encode, messages)
+            await self._loop.run_in_executor(self._pool, model.check, sampling)
+            sampling = self._fit(sampling, len(prompt), model)
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                log.exception("session %s could not be admitted", generation.session.id)
+                error = _unexpected()
             return generation.events.put_nowait(Failed(error))
-        except Exception:
-            log.exception("session %s could not be admitted", generation.session.id)
-            return generation.events.put_nowait(Failed(_unexpected()))
         generation.events.put_nowait(Accepted(len(prompt)))
-        generation.job = Job(prompt, sampling, functools.partial(self._deliver, generation))
+        generation.job = Job(prompt, sampling, functools.partial(self._deliver, generation.events.put_nowait))
         self._engine.submit(generation.job)
 
     def _fit(self, sampling: Sampling, prompt: int, model: Model) -> Sampling:
@@ -2270,10 +2122,10 @@ class Server:
             raise context_error(model.context, prompt, asked)
         return sampling.filled(dataclasses.replace(model.defaults, max_new_tokens=min(self.settings.max_tokens, room)))
 
-    def _deliver(self, generation: Generation, event: Event) -> None:
-        """The one bridge from the engine to the loop."""
+    def _deliver(self, call: Callable[..., None], *values: Any) -> None:
+        """The one bridge from the engine, and from the thread that loads, to the loop."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped meanwhile
-            self._loop.call_soon_threadsafe(generation.events.put_nowait, event)
+            self._loop.call_soon_threadsafe(call, *values)
 
     async def _produce(self, generation: Generation) -> None:
         """Fold events into frames up to the last one; what comes after it belongs to nobody."""
@@ -2304,15 +2156,14 @@ class Server:
         session = generation.session
         generation.stop_work()
         del self._generations[session.id]
-        if isinstance(event, Finished):
-            status = "cancelled" if event.reason == "cancelled" else "completed"
+        if isinstance(event, Failed):
+            status, reason, session.error = "failed", event.error.code, event.error
         else:
-            status, session.error = "failed", event.error
-        log.info("session %s %s (%s) after %.2f s", session.id, status,
-                 event.reason if isinstance(event, Finished) else event.error.code, time.time() - session.created)
+            status, reason = "cancelled" if event.reason == "cancelled" else "completed", event.reason
+        log.info("session %s %s (%s) after %.2f s", session.id, status, reason, time.time() - session.created)
         if session.error and not session.made and not generation.announced:
             self.store.forget(session)
-            return session.close(status, time.time())
+            return session.publish([], status, time.time())
         self.store.append(session, frames, tokens, status)
 
     # -- readers -----------------------------------------------------------------------------------------------
@@ -2336,16 +2187,11 @@ class Server:
                     self._arm(generation)
                     self._make_room()
                 else:
-                    log.info("session %s is cancelled: its client left", session.id)
-                    generation.end(Finished("cancelled"))
+                    self._cancel(generation, "its client left")
 
     def _arm(self, generation: Generation) -> None:
-        def give_up() -> None:
-            log.info("session %s is cancelled: nobody came back", generation.session.id)
-            generation.end(Finished("cancelled"))
-
-        if self.settings.cancel_after_disconnect_seconds:
-            generation.timer = self._loop.call_later(self.settings.cancel_after_disconnect_seconds, give_up)
+        if grace := self.settings.cancel_after_disconnect_seconds:
+            generation.timer = self._loop.call_later(grace, self._cancel, generation, "nobody came back")
 
     async def cancel(self, session: Session) -> None:
         """End a session, wherever it is; returns when it has ended. What has ended before stays as it is."""
@@ -2356,8 +2202,7 @@ class Server:
     @staticmethod
     async def opened(session: Session) -> None:
         """Wait for a session's first frame; raises what it was refused with."""
-        while not session.count and not session.closed:
-            await session.change()
+        await session.until(1)
         if session.error and not session.count:
             raise session.error
 
@@ -2386,7 +2231,7 @@ async def the_server(request: Request) -> Server:
 
 
 async def the_event_id(last_event_id: Annotated[str | None, Header()] = None,
-                 query: Annotated[str | None, Query(alias="last_event_id")] = None) -> str | None:
+                       query: Annotated[str | None, Query(alias="last_event_id")] = None) -> str | None:
     """The header, which a client keeps current, before the query, which it may not; empty is absent."""
     return last_event_id or query or None
 
@@ -2430,22 +2275,20 @@ class Reader(EventSourceResponse):
 
 async def whole_answer(request: Request, server: Server, session: Session, headers: Mapping[str, str]) -> Response:
     """The session read to its end, as one JSON object; a client that leaves ends it."""
-    left = asyncio.ensure_future(_client_left(request))
-    done = asyncio.ensure_future(session.end())
+    async def client_left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    waiting = [asyncio.ensure_future(wait) for wait in (client_left(), session.end())]
     try:
         with server.reading(session, stays=False):
-            await asyncio.wait({left, done}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        left.cancel()
-        done.cancel()
+        for task in waiting:
+            task.cancel()
     if session.error:
         raise session.error
     return JSONResponse(session.result, headers={**headers, "x-session-id": session.id})
-
-
-async def _client_left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def resume_at(server: Server, event_id: str, named: str | None) -> tuple[Session, int]:
@@ -2472,8 +2315,7 @@ async def chat_completions(request: Request, body: ChatRequest, server: ServerDe
         return Reader(server, session, after, True, headers)
     session = Session(f"chatcmpl-{secrets.token_hex(16)}", ChatReply.kind, body.session_id or None,
                       stored=body.store is not False)
-    usage = bool(body.stream_options and body.stream_options.include_usage)
-    reply = ChatReply(session.id, server.settings.served_id, usage, body.n or 1, bool(body.logprobs))
+    reply = ChatReply(session.id, server.settings.served_id, body)
     messages, sampling = chat_messages(body), chat_sampling(body, server.settings)
     announced = bool(body.stream) and server.model is None
     await server.begin(session, reply, messages, sampling, announced)
@@ -2552,15 +2394,14 @@ class Door:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self._inner(scope, receive, send)
-        headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
+        headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         scope["transport"] = getattr(getattr(send, "__self__", None), "transport", None)  # uvicorn's
         scope["request_id"] = given if re.fullmatch(r"[A-Za-z0-9_.:-]{1,128}", given) else secrets.token_hex(16)
 
         async def send_with_id(message: Any) -> None:
             if message["type"] == "http.response.start":
-                mine = (b"x-request-id", scope["request_id"].encode())
-                message = {**message, "headers": [*message["headers"], mine]}
+                MutableHeaders(scope=message).append("x-request-id", scope["request_id"])
             await send(message)
 
         try:
@@ -2569,38 +2410,32 @@ class Door:
             return await error_response(error)(scope, receive, send_with_id)
         if body is None:
             return  # the client left before it had said what it wanted
+        unread = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Any:
+            return unread.pop() if unread else await receive()
+
         try:
-            await self._inner(scope, self._replay(body, receive), send_with_id)
+            await self._inner(scope, replay, send_with_id)
         except Exception:  # the framework has answered 500 where it still could
             log.exception("request %s failed", scope["request_id"])
 
     @staticmethod
-    async def _read_body(scope: Any, headers: Mapping[str, str], receive: Any) -> bytes | None:
+    async def _read_body(scope: Any, headers: Headers, receive: Any) -> bytes | None:
         limit = scope["app"].state.server.settings.max_body_mib * 2**20
-        body, too_large = bytearray(), int(headers.get("content-length", 0)) > limit
-        more = not too_large
-        while more:
+        announced, body, more = int(headers.get("content-length", 0)), bytearray(), True
+        while more and max(announced, len(body)) <= limit:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             body += message.get("body", b"")
-            too_large = len(body) > limit
-            more = message.get("more_body", False) and not too_large
-        if too_large:
+            more = message.get("more_body", False)
+        if max(announced, len(body)) > limit:
             raise ApiError(413, f"The body is larger than {limit / 2**20:g} MiB.", "body_too_large",
                            headers={"connection": "close"})
         if body and not re.match(r"application/([\w.-]+\+)?json\s*(;|$)", headers.get("content-type", ""), re.I):
             raise ApiError(415, "Send JSON, with the header `Content-Type: application/json`.", "not_json")
         return bytes(body)
-
-    @staticmethod
-    def _replay(body: bytes, receive: Any) -> Callable[[], Any]:
-        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-        async def replayed() -> Any:
-            return next(messages, None) or await receive()
-
-        return replayed
 
 
 class App(FastAPI):
@@ -2615,26 +2450,20 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
-    if not isinstance(error, ApiError):  # the framework's own: no such route or method, an unreadable body
-        assert isinstance(error, HTTPException)
-        where = f"{request.method} {request.url.path}"
+    """Whatever a request fails with, as OpenAI words it."""
+    if isinstance(error, RequestValidationError):
+        error = validation_error(error)
+    elif not isinstance(error, HTTPException):  # a crash: the Door writes its traceback
+        return error_response(_unexpected())
+    elif not isinstance(error, ApiError):  # the framework's own: no such route or method, an unreadable body
         said = {400: ("invalid_json", "The body could not be read as JSON."),
-                404: ("unknown_route", f"Unknown route: {where}."),
+                404: ("unknown_route", f"Unknown route: {request.method} {request.url.path}."),
                 405: ("method_not_allowed", f"This route does not take {request.method}.")}
         code, words = said.get(error.status_code, ("invalid_request", str(error.detail)))
         error = ApiError(error.status_code, words, code, headers=error.headers)
     if error.status_code >= 500:
         log.warning("request %s is refused: %s", request.scope["request_id"], error.code)
     return error_response(error)
-
-
-async def on_invalid(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return error_response(validation_error(error))
-
-
-async def on_crash(_: Request, __: Exception) -> Response:
-    return error_response(_unexpected())
 
 
 @contextlib.contextmanager
@@ -2655,8 +2484,9 @@ def signals_reach(drain: Callable[[], None], seconds: float) -> Iterator[None]:
 
     if threading.current_thread() is threading.main_thread():
         for number in {getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGBREAK")} - {None}:
-            if callable(signal.getsignal(number)):
-                before[number] = signal.signal(number, handle)
+            if callable(previous := signal.getsignal(number)):
+                before[number] = previous
+                signal.signal(number, handle)
     try:
         yield
     finally:
@@ -2666,34 +2496,24 @@ def signals_reach(drain: Callable[[], None], seconds: float) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def log_to_stderr(level: str) -> None:
-    """Show our log beside uvicorn's, unless the operator has set up logging."""
-    log.setLevel(level)
-    if not log.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        log.addHandler(handler)
-
-
 def create_app(settings: Settings | None = None, load: Load = load_model) -> FastAPI:
     """The application. Settings are read when it starts, unless they are given; `load` makes the model."""
-
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         chosen = settings or read_settings()
-        log_to_stderr(chosen.log_level)
+        log.setLevel(chosen.log_level)
+        if not log.hasHandlers():  # else the operator has set up logging
+            logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
         server = app.state.server = Server(chosen, load)
         await server.start()
         with signals_reach(server.drain, chosen.shutdown_grace_seconds + 4):
             yield
             await server.stop()
 
-    app = App(title="Transformers inference server", lifespan=lifespan, docs_url=None, redoc_url=None,
-              redirect_slashes=False)
+    handlers = dict.fromkeys((HTTPException, RequestValidationError, Exception), on_http_error)
+    app = App(title="Transformers inference server", lifespan=lifespan, exception_handlers=handlers, docs_url=None,
+              redoc_url=None, redirect_slashes=False)
     app.include_router(router)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(RequestValidationError, on_invalid)
-    app.add_exception_handler(Exception, on_crash)
     return app
 
 

@@ -44,7 +44,9 @@ class Server(httpx2.Client):
         return self.post(URL, json=chat(**fields))
 
     def is_waited_for_by(self, number):
-        return wait_until(lambda: self.ready()[1]["queued"] == number)
+        wait_until(lambda: self.ready()[1]["queued"] == number and self.ready()[1]["status"] != "not_loaded")
+        self.get("/v1/sessions")  # answered when every session that has begun is on disk, so when all wait
+        self.get("/health")
 
     def is_ready(self):
         return wait_until(lambda: self.ready()[1]["status"] == "ready")

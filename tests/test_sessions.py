@@ -838,6 +838,26 @@ def test_a_row_that_is_out_of_date_makes_no_session_that_never_ends(settings):
     assert asyncio.run(scenario()) == [[], None, None]
 
 
+def test_a_listing_brings_no_expired_session_back_over_the_one_that_has_its_label_now(settings):
+    async def scenario():
+        log = main.SessionLog(settings().sessions_db_path)
+        log.start()
+        store, old = main.SessionStore(settings(), log), main.Session("old", "chat", "label")
+        await store.begin(old)
+        store.append(old, [(None, "{}")], status="completed")
+        await old.end()
+        store._evict(old)
+        log.write("old", [("UPDATE sessions SET ended = 1 WHERE id = 'old'", ())])  # long ago, and not yet swept
+        new = main.Session("new", "chat", "label", stored=False)
+        await store.begin(new)
+        await store.list(main.ANYBODY)
+        found = await store.find("label", main.ANYBODY)
+        log.stop()
+        return found is new
+
+    assert asyncio.run(scenario())
+
+
 def test_a_reader_of_a_stream_that_is_refused_is_told_so(live):
     model = ScriptedModel("a", context=8)
     encode, entered, gate = model.encode, threading.Event(), threading.Event()
