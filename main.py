@@ -20,6 +20,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import hashlib
 import importlib.util
 import inspect
@@ -742,12 +743,10 @@ class Model:
         takes = inspect.signature(network.forward).parameters
         self._forward_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._decoder = tokenizer.backend_tokenizer
-        self._plain_encoder = type(self._decoder).from_str(self._decoder.to_str())
-        self._plain_encoder.encode_special_tokens = True
         self._added = self._decoder.get_added_tokens_decoder()
         specials = [re.escape(t.content) for t in self._added.values() if t.special and t.content]
         self._specials = re.compile("|".join(sorted(specials, key=len, reverse=True)) or r"(?!)")  # longest first
-        self._byte_level = "ByteLevel" in str(json.loads(self._decoder.to_str())["decoder"])
+        self._byte_level = "ByteLevel" in repr(self._decoder.decoder)
         self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         self._longest_token = max(map(len, self._decoder.get_vocab()))
         self._compiled = functools.lru_cache(MAX_GRAMMARS)(self._compile)
@@ -761,6 +760,13 @@ class Model:
         self.defaults = Sampling(temperature=temperature, top_p=own.top_p or 1.0, top_k=own.top_k or 0,
                                  min_p=own.min_p or 0.0, repetition_penalty=own.repetition_penalty or 1.0)
         self.prefills_in_pieces, self.runs_alone = self._try_out()
+
+    @functools.cached_property
+    def _plain_encoder(self) -> Any:
+        """The tokenizer without control tokens, made when a text first spells one."""
+        encoder = type(self._decoder).from_str(self._decoder.to_str())
+        encoder.encode_special_tokens = True
+        return encoder
 
     def _try_out(self) -> tuple[bool, bool]:
         """Whether a prompt in three pieces gives the logits that it gives whole, and whether a second sequence
@@ -2013,11 +2019,15 @@ class Server:
             self.progress = progress
 
         began = time.monotonic()
+        gc.disable()  # a collection over all that the libraries bring stops every thread for 200 ms
         try:
             model, error = self._load(self.settings, report), None
         except Exception as fault:  # a door to foreign code: hub, files, remote code, drivers
             log.exception("model load failed")
             model, error = None, explain_load_failure(fault, self.settings)
+        if model:
+            gc.freeze()  # nor should a later one look through a library that stays
+        gc.enable()
         self._deliver(self._loaded, model, error, time.monotonic() - began)
 
     def _loaded(self, model: Model | None, error: ApiError | None, seconds: float) -> None:

@@ -1,5 +1,6 @@
 """Routes: health, readiness and loading, models, room for requests, and what holds for every answer."""
 import contextlib
+import gc
 import json
 import re
 import threading
@@ -125,6 +126,17 @@ def test_health_answers_and_requests_are_checked_while_a_load_blocks_its_thread(
     assert not asked.done()
     load.finish()
     assert asked.result().status_code == 200
+
+
+def test_collections_of_garbage_pause_for_the_load_and_go_on_after_it(serve, crowd):
+    load = Loading(loaded_failure(), ScriptedModel("a"))
+    server = serve(load)
+    for expected in (503, 200):
+        asked = crowd.submit(server.chat)
+        server.is_waited_for_by(1)
+        assert not gc.isenabled()
+        load.finish()
+        assert asked.result().status_code == expected and gc.isenabled()
 
 
 def test_ten_first_requests_load_once(serve, crowd):
