@@ -121,7 +121,7 @@ class Settings(BaseModel, frozen=True):
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
-        """Read every setting from `env`; an empty string is a value only where none is allowed (None)."""
+        """Read every setting from `env`. An empty string is None where a setting allows that, else the default."""
         empty = {name for name, f in cls.model_fields.items() if type(None) in get_args(f.annotation)}
         given = {name: env[name.upper()] for name in cls.model_fields if name.upper() in env}
         return cls.model_validate({name: v or None for name, v in given.items() if v or name in empty})
@@ -511,7 +511,7 @@ def refuse_media(kind: str, where: str) -> ApiError:
 # 5. MODEL
 #
 # Weights, template, tokens: tensors live here and nowhere else. `load_model` runs
-# on the load thread; afterwards `encode` may run anywhere and everything else
+# on the load thread; afterwards `encode` and `check` may run anywhere and all else
 # belongs to the engine thread. torch and transformers are imported inside the
 # functions, so that the server answers before they are needed.
 #
@@ -697,7 +697,7 @@ def _choose_dtype(settings: Settings, config: Any) -> torch.dtype:
     return torch.bfloat16 if able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16") else torch.float32
 
 
-LOAD_CAUSES = (  # phrases that no model's own name can hold -> what they mean and what to do
+LOAD_CAUSES = (  # phrases and names of errors, which a model's own name hardly holds -> what they mean, what to do
     ("gated repo|gatedrepo|error '401|error '403|403 forbidden",
      "it is gated or private: accept its terms on the hub and set HF_TOKEN"),
     ("repositorynotfound|revisionnotfound|hfvalidation|valid model identifier|valid git identifier|repo id must",
@@ -731,7 +731,7 @@ def load_error(message: str) -> ApiError:
 
 
 class Model:
-    """One loaded model. `encode` may be called from any thread, everything else from the engine thread only."""
+    """One loaded model. `encode` and `check` may be called from any thread, all else from the engine thread only."""
 
     def __init__(self, name: str, tokenizer: Any, network: Any, max_context: int | None = None) -> None:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -843,7 +843,7 @@ class Model:
         return SequenceState(copy.deepcopy(state.cache))
 
     def check(self, sampling: Sampling) -> None:
-        """Refuse token ids that this model does not have."""
+        """Refuse token ids that this model does not have, and a grammar that cannot be enforced."""
         size = self._config.vocab_size
         for name, ids in (("logit_bias", [i for i, _ in sampling.logit_bias]), ("stop_token_ids", sampling.stop_ids)):
             if (worst := max(ids, default=0)) >= size:
@@ -2207,7 +2207,7 @@ class Server:
         """End a session, wherever it is; returns when it has ended. What has ended before stays as it is."""
         if generation := self._generations.get(session.id):
             generation.end(Finished("cancelled"))
-            await session.end()
+        await session.end()  # its last frames may be on their way to disk
 
     @staticmethod
     async def opened(session: Session) -> None:

@@ -838,6 +838,21 @@ def test_a_row_that_is_out_of_date_makes_no_session_that_never_ends(settings):
     assert asyncio.run(scenario()) == [[], None, None]
 
 
+def test_a_cancel_answers_only_when_the_last_frames_are_on_disk(settings):
+    async def scenario():
+        server, session = main.Server(settings(persist_sessions=False), None), main.Session("s", "chat")
+        session.status = "in_progress"  # its producer has finished, the commit has not
+        cancelling = asyncio.ensure_future(server.cancel(session))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        early = cancelling.done()
+        session.publish([], "cancelled", 1.0)
+        await cancelling
+        return early, session.status
+
+    assert asyncio.run(scenario()) == (False, "cancelled")
+
+
 def test_a_listing_brings_no_expired_session_back_over_the_one_that_has_its_label_now(settings):
     async def scenario():
         log = main.SessionLog(settings().sessions_db_path)
