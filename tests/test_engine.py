@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 
 import pytest
-from conftest import ScriptedModel, main, wait_until
+from conftest import END, ScriptedModel, content_of, main, wait_until
 
 WORDS = [f"w{n} " for n in range(20)]
 
@@ -56,7 +56,7 @@ class Hall:
             if isinstance(event, main.Finished | main.Failed):
                 self.ends.put(name)
 
-        job = main.Job([1] * prompt, main.Sampling(max_new_tokens=budget, temperature=0.0), emit)
+        job = main.Job(main.Prompt([1] * prompt), main.Sampling(max_new_tokens=budget, temperature=0.0), emit)
         self.engine.submit(job)
         return job
 
@@ -67,10 +67,10 @@ class Hall:
         return [event for who, event in self.said if who == name]
 
     def text(self, name):
-        return "".join(event.text for event in self.of(name) if isinstance(event, main.TextDelta))
+        return "".join(content_of(event.deltas) for event in self.of(name) if isinstance(event, main.Produced))
 
     def tellers(self):
-        return [who for who, event in self.said if isinstance(event, main.TextDelta)]
+        return [who for who, event in self.said if isinstance(event, main.Produced)]
 
 
 @pytest.fixture
@@ -168,8 +168,9 @@ def test_a_job_says_that_it_started_then_its_tokens_then_its_end(hall):
     h = hall(ScriptedModel("Hel", "lo"))
     h.submit("a", budget=9)
     started(h).wait()
-    delta = main.TextDelta
-    assert h.of("a") == [main.Started(), delta("Hel", 1), delta("lo", 2), delta("", 0), main.Finished("stop")]
+    made, text = main.Produced, main.TextDelta
+    assert h.of("a") == [main.Started(), made(1, (text("Hel"),)), made(2, (text("lo"),)), made(END),
+                         main.Finished("stop")]
 
 
 @pytest.mark.parametrize("budget", [1, 2, 7])
@@ -225,10 +226,11 @@ def test_a_job_cancelled_in_prefill_gets_no_further_chunk(hall):
 def test_a_job_cancelled_between_two_tokens_says_no_more(hall):
     model = Recorder(*WORDS)
     h = hall(model)
-    h.submit("a", budget=9, on_event=lambda job, event: event == main.TextDelta("w1 ", 2) and cancel(job))
+    second = main.Produced(2, (main.TextDelta("w1 "),))
+    h.submit("a", budget=9, on_event=lambda job, event: event == second and cancel(job))
     h.submit("b", budget=9)
     started(h).wait()
-    assert h.text("a") == "w0 w1 " and isinstance(h.of("a")[-1], main.TextDelta)
+    assert h.text("a") == "w0 w1 " and h.of("a")[-1] == second
     assert sum(who == 0 for step in model.steps for who, _ in step) == 2
     assert h.text("b") == "".join(WORDS[:9])
 
@@ -305,7 +307,7 @@ def test_stop_ends_the_thread(hall, running):
     thread, = set(threading.enumerate()) - before
     if running:
         h.submit("endless", budget=10**6)
-        h.engine.submit(main.Job([1] * 10**6, main.Sampling(max_new_tokens=1), lambda _: None))
+        h.engine.submit(main.Job(main.Prompt([1] * 10**6), main.Sampling(max_new_tokens=1), lambda _: None))
         wait_until(lambda: h.said)
     h.engine.stop()
     wait_until(lambda: not thread.is_alive())

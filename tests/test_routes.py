@@ -298,10 +298,10 @@ class Broken(ScriptedModel):
     def context(self, _):
         pass
 
-    def encode(self, messages):
-        if messages[-1].content == "crash":
+    def prepare(self, chat):
+        if chat.messages[-1].content == "crash":
             raise RuntimeError("secret/path")
-        return super().encode(messages)
+        return super().prepare(chat)
 
 
 BIG = b" " * 2**20

@@ -11,7 +11,7 @@ import openai
 import pytest
 import tiny
 import torch
-from conftest import END, ScriptedModel, chat, main, parse_sse, sdk
+from conftest import END, ScriptedModel, chat, main, parse_sse, sdk, tokens_of
 
 FAMILIES = ("llama", "mistral", "falcon_h1")
 PROMPT = (17, 40, 99, 250, 31, 17, 77, 8, 120, 55, 40, 201)
@@ -39,17 +39,13 @@ def answer(model, *companions, budget=24, prompt=PROMPT, **sampling):
                 if not left[0] or isinstance(event, main.Failed):
                     done.put(event)
 
-        engine.submit(main.Job(list(prompt), main.Sampling(
+        engine.submit(main.Job(main.Prompt(list(prompt)), main.Sampling(
             **{"temperature": 0.0, "max_new_tokens": budget, **options}), emit))
     engine.start()
     for _ in jobs:
         done.get(timeout=60)
     engine.stop()
     return said
-
-
-def tokens(events, choice=0):
-    return [e.token for e in events if isinstance(e, main.TextDelta) and e.choice == choice]
 
 
 def generate(model, prompt=PROMPT, new=24, **options):
@@ -67,7 +63,7 @@ def logits_of(model, prompt):
 # -- penalties and bias ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_repetition_penalty_is_the_one_of_transformers(model, family):
-    got = tokens(answer(model(family), repetition_penalty=1.6))
+    got = tokens_of(answer(model(family), repetition_penalty=1.6))
     assert got == generate(model(family), repetition_penalty=1.6)
     assert got != generate(model(family))
 
@@ -80,43 +76,43 @@ def test_frequency_and_presence_penalties_are_openais_formulas(model, frequency,
         for token, count in Counter(expected).items():
             row[token] -= count * frequency + presence
         expected.append(int(row.argmax()))
-    assert tokens(answer(model("llama"), frequency_penalty=frequency, presence_penalty=presence)) == expected
+    assert tokens_of(answer(model("llama"), frequency_penalty=frequency, presence_penalty=presence)) == expected
 
 
 def test_a_bias_makes_a_token_certain_or_impossible(model):
-    plain = tokens(answer(model("llama")))
-    assert plain[0] not in tokens(answer(model("llama"), logit_bias=((plain[0], -100.0),)))
-    assert tokens(answer(model("llama"), budget=5, logit_bias=((123, 100.0),))) == [123] * 5
+    plain = tokens_of(answer(model("llama")))
+    assert plain[0] not in tokens_of(answer(model("llama"), logit_bias=((plain[0], -100.0),)))
+    assert tokens_of(answer(model("llama"), budget=5, logit_bias=((123, 100.0),))) == [123] * 5
 
 
 def test_a_row_with_penalties_leaves_its_company_as_it_is(model):
-    plain = tokens(answer(model("llama")))
+    plain = tokens_of(answer(model("llama")))
     harsh = {"repetition_penalty": 3.0, "logit_bias": ((plain[0], -100.0),), "frequency_penalty": 2.0}
-    assert tokens(answer(model("llama"), harsh, harsh)) == plain
+    assert tokens_of(answer(model("llama"), harsh, harsh)) == plain
 
 
 # -- where an answer ends --------------------------------------------------------------------------------------
 def test_a_stop_token_of_the_request_ends_the_answer(model):
-    plain = tokens(answer(model("llama")))
+    plain = tokens_of(answer(model("llama")))
     events = answer(model("llama"), stop_ids=frozenset({plain[6]}))
     at = plain.index(plain[6])
-    assert (tokens(events), events[-1]) == (plain[: at + 1], main.Finished("stop"))
+    assert (tokens_of(events), events[-1]) == (plain[: at + 1], main.Finished("stop"))
 
 
 def test_no_token_ends_an_answer_before_its_least_length(model):
-    plain = tokens(answer(model("llama")))
+    plain = tokens_of(answer(model("llama")))
     stop = frozenset({plain[0]})
     events = answer(model("llama"), stop_ids=stop, min_tokens=7)
-    got = tokens(events)
+    got = tokens_of(events)
     assert not stop & {*got[:7]} and len(got) >= 7
-    assert tokens(answer(model("llama"), stop_ids=stop)) == [plain[0]]
+    assert tokens_of(answer(model("llama"), stop_ids=stop)) == [plain[0]]
 
 
 def test_an_end_token_that_is_to_be_ignored_does_not_end_the_answer(model):
     bias = ((tiny.END, 100.0),)
-    assert len(tokens(answer(model("llama"), budget=5, logit_bias=bias))) == 1
+    assert len(tokens_of(answer(model("llama"), budget=5, logit_bias=bias))) == 1
     events = answer(model("llama"), budget=5, logit_bias=bias, ignore_eos=True)
-    assert (tokens(events), events[-1]) == ([tiny.END] * 5, main.Finished("length"))
+    assert (tokens_of(events), events[-1]) == ([tiny.END] * 5, main.Finished("length"))
 
 
 def test_a_token_that_the_model_does_not_have_is_refused(model):
@@ -132,16 +128,16 @@ def test_a_token_that_the_model_does_not_have_is_refused(model):
 def test_greedy_choices_share_a_prefill_and_are_all_the_answer_that_generate_gives(model, family):
     events = answer(model(family), choices=3)
     for choice in range(3):
-        assert tokens(events, choice) == generate(model(family))
+        assert tokens_of(events, choice) == generate(model(family))
 
 
 def test_the_choices_of_one_seed_differ_and_the_first_is_the_answer_alone(model):
     options = {"temperature": 2.0, "seed": 11}
     events = answer(model("llama"), choices=4, **options)
-    answers = [tokens(events, n) for n in range(4)]
+    answers = [tokens_of(events, n) for n in range(4)]
     assert len({*map(tuple, answers)}) == 4
-    assert answers[0] == tokens(answer(model("llama"), **options))
-    assert [tokens(answer(model("llama"), {}, choices=4, **options), n) for n in range(4)] == answers
+    assert answers[0] == tokens_of(answer(model("llama"), **options))
+    assert [tokens_of(answer(model("llama"), {}, choices=4, **options), n) for n in range(4)] == answers
 
 
 class Counting(ScriptedModel):
@@ -196,7 +192,7 @@ def test_a_job_of_many_choices_waits_for_its_places_and_then_runs(model):
     for choices in (3, 2, 16):
         options = main.Sampling(temperature=0.0, max_new_tokens=4, choices=choices, ignore_eos=True)
         engine.submit(main.Job(
-            list(PROMPT), options, lambda e, n=choices: isinstance(e, main.Finished) and ended.put(n)))
+            main.Prompt(list(PROMPT)), options, lambda e, n=choices: isinstance(e, main.Finished) and ended.put(n)))
     engine.start()
     order = [ended.get(timeout=60) for _ in range(21)]
     engine.stop()
@@ -208,16 +204,16 @@ def test_a_job_of_many_choices_waits_for_its_places_and_then_runs(model):
     {}, {"temperature": 1.5, "top_p": 0.3, "seed": 4, "frequency_penalty": 1.0}], ids=str)
 def test_logprobs_are_those_of_a_plain_forward_whatever_the_sampling(model, sampling):
     events = answer(model("llama"), top_logprobs=5, **sampling)
-    deltas = [e for e in events if isinstance(e, main.TextDelta)]
-    table = torch.log_softmax(logits_of(model("llama"), (*PROMPT, *(e.token for e in deltas))), -1)
-    for n, delta in enumerate(deltas):
+    made = [e for e in events if isinstance(e, main.Produced)]
+    table = torch.log_softmax(logits_of(model("llama"), (*PROMPT, *tokens_of(events))), -1)
+    for n, event in enumerate(made):
         row = table[len(PROMPT) - 1 + n]
-        if delta.logprob is None:
-            assert delta.token in model("llama").stop_ids
+        if event.logprob is None:
+            assert event.token in model("llama").stop_ids
             continue
-        assert delta.logprob.logprob == pytest.approx(float(row[delta.token]), abs=1e-3)
+        assert event.logprob.logprob == pytest.approx(float(row[event.token]), abs=1e-3)
         best = row.topk(5).values.tolist()
-        assert [top.logprob for top in delta.logprob.top] == pytest.approx(best, abs=1e-3)
+        assert [top.logprob for top in event.logprob.top] == pytest.approx(best, abs=1e-3)
 
 
 def test_the_bytes_of_tokens_join_to_the_text_even_where_a_character_is_split(model):

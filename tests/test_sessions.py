@@ -875,17 +875,17 @@ def test_a_listing_brings_no_expired_session_back_over_the_one_that_has_its_labe
 
 def test_a_reader_of_a_stream_that_is_refused_is_told_so(live):
     model = ScriptedModel("a", context=8)
-    encode, entered, gate = model.encode, threading.Event(), threading.Event()
+    prepare, entered, gate = model.prepare, threading.Event(), threading.Event()
 
-    def held(messages):
+    def held(chat):
         entered.set()
         assert gate.wait(30)
-        return encode(messages)
+        return prepare(chat)
 
     base = live(model)
     assert httpx2.post(f"{base}{CHAT}", json=chat()).status_code == 200  # the model is loaded
     entered.clear()
-    model.encode = held
+    model.prepare = held
     with ThreadPoolExecutor(1) as pool:
         body = chat("x " * 9, stream=True, session_id="s1")
         refused = pool.submit(httpx2.post, f"{base}{CHAT}", json=body, timeout=60)

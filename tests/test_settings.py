@@ -20,8 +20,8 @@ RANGES = {  # name: (values at the edge of what is allowed, values beyond it)
     "cancel_after_disconnect_seconds": (["0"], ["-0.1"]),
     "shutdown_grace_seconds": (["0"], ["-0.1"]),
     **{name: (["0.001"], ["0", "-1"]) for name in (
-        "model_load_wait_seconds", "max_body_mib", "sessions_ttl_seconds", "session_buffer_mib", "sessions_buffer_mib",
-        "keepalive_seconds", "send_timeout_seconds")},
+        "model_load_wait_seconds", "max_body_mib", "sessions_ttl_seconds", "responses_ttl_seconds",
+        "session_buffer_mib", "sessions_buffer_mib", "keepalive_seconds", "send_timeout_seconds")},
 }
 CHOICES = {
     "log_level": ["DEBUG", "INFO", "WARNING", "ERROR"], "torch_dtype": ["auto", "float32", "bfloat16", "float16"],

@@ -160,7 +160,7 @@ def test_many_schemas_are_compiled_and_few_are_kept(http):
     model = http.app.state.server.model
     for n in range(main.MAX_GRAMMARS + 20):
         wanted = schema(**{f"p{n}": {"type": "null"}})
-        model.check(main.Sampling(grammar=main.json_grammar(wanted, "response_format")))
+        model.prepare(main.Chat((main.Message("user", ASK),), grammar=main.json_grammar(wanted, "response_format")))
     assert model._compiled.cache_info().currsize == main.MAX_GRAMMARS
 
 

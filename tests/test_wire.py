@@ -78,6 +78,12 @@ def test_messages_that_are_missing_are_named(served):
 
 
 # -- fields ----------------------------------------------------------------------------------------------------
+def function(**fields):
+    """The definition of a tool."""
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
+FUNCTION = function()
 WRONG = [
     ("messages", "[]", "messages"), ("messages", "null", "messages"), ("messages", '"hi"', "messages"),
     ("messages", "{}", "messages"), ("messages", '["hi"]', "messages[0]"), ("messages", "[null]", "messages[0]"),
@@ -85,7 +91,23 @@ WRONG = [
     ("stream_options", "true", "stream_options"),
     ("stream_options", '{"include_usage": 1}', "stream_options.include_usage"),
     ("metadata", "[]", "metadata"), ("metadata", '{"a": 1}', "metadata.a"), ("metadata", '{"A": 1}', "metadata"),
-    ("store", '"false"', "store"),
+    ("store", '"false"', "store"), ("parallel_tool_calls", '"yes"', "parallel_tool_calls"),
+    *((name, value, name) for name in ("continue_final_message", "add_generation_prompt") for value in ("1", '"true"')),
+    *(("tools", value, "tools") for value in ("{}", '"f"', "true")), ("tools", "[1]", "tools[0]"),
+    ("tools", '[{"type": "function"}]', "tools[0].function"),
+    *(("tools", json.dumps([{**FUNCTION, "type": kind}]), "tools[0].type") for kind in ("custom", "", None)),
+    *(("tools", json.dumps([function(name=name)]), "tools[0].function.name")
+      for name in ("", "a b", "é", 1, None, "x" * 129)),
+    *(("tools", json.dumps([function(**{name: value})]), f"tools[0].function.{name}")
+      for name, value in (("parameters", []), ("description", 1), ("strict", "yes"))),
+    ("tools", json.dumps([FUNCTION, FUNCTION]), "tools[1].function.name"),
+    *(("tool_choice", json.dumps(value), "tool_choice") for value in ("sometimes", 1, [], "required", FUNCTION)),
+    ("tool_choice", '{"type": "function"}', "tool_choice.function"),
+    ("tool_choice", '{"type": "allowed_tools"}', "tool_choice.allowed_tools"),
+    *(("reasoning_effort", value, "reasoning_effort") for value in ('"huge"', "1", "{}", "true")),
+    ("chat_template_kwargs", "[]", "chat_template_kwargs"),
+    ("chat_template_kwargs", '{"colour": 1}', "chat_template_kwargs.colour"),
+    ("chat_template_kwargs", '{"enable_thinking": 1}', "chat_template_kwargs.enable_thinking"),
     *((name, value, name) for name in ("max_tokens", "max_completion_tokens")
       for value in ("0", "-1", "true", '"16"', "16.5", "[]", "NaN", "Infinity", "1e999")),
     *((name, value, name) for name, high in (("temperature", "2.01"), ("top_p", "1.01"), ("min_p", "1.01"))
@@ -124,7 +146,12 @@ def test_a_field_of_the_wrong_type_or_beyond_its_bounds_is_refused_by_name(serve
     ("temperature", "2"), *(("top_k", value) for value in ("-1", "0", "1000000")), ("seed", "0"),
     ("seed", str(2**63 - 1)), ("max_tokens", "1"), ("max_completion_tokens", "1"), ("stop", "[]"), ("stop", '"x"'),
     ("stop", json.dumps(["x"] * 16)), ("stop", json.dumps("x" * 1024)), ("metadata", '{"a": "b"}'), ("metadata", "{}"),
-    ("user", '"me"'), ("store", "false"), ("service_tier", '"auto"'), ("model", '"any"'), ("stream", "false")])
+    ("user", '"me"'), ("store", "false"), ("store", "true"), ("tools", "[]"), ("tools", json.dumps([FUNCTION])),
+    ("tool_choice", '"none"'), ("tool_choice", '"auto"'), ("parallel_tool_calls", "false"),
+    *(("reasoning_effort", f'"{value}"') for value in ("none", "minimal", "low", "medium", "high", "xhigh", "max")),
+    ("chat_template_kwargs", "{}"), ("chat_template_kwargs", '{"enable_thinking": false}'),
+    ("continue_final_message", "false"), ("add_generation_prompt", "true"),
+    ("service_tier", '"auto"'), ("model", '"any"'), ("stream", "false")])
 def test_a_value_at_the_edge_of_what_is_allowed_is_taken(served, name, value):
     assert accepted(post(served, raw(name, value))) is None
 
@@ -167,7 +194,11 @@ HALF = "\ud800"
     (user(name=HALF), "messages[0].name"),
     ({**chat(), "stop": HALF}, "stop"), ({**chat(), "stop": [HALF]}, "stop[0]"), ({**chat(), "user": HALF}, "user"),
     ({**chat(), "model": HALF}, "model"), ({**chat(), "session_id": HALF}, "session_id"),
-    ({**chat(), "metadata": {"a": HALF}}, "metadata.a"), ({**chat(), "metadata": {HALF: "a"}}, "metadata")],
+    ({**chat(), "metadata": {"a": HALF}}, "metadata.a"), ({**chat(), "metadata": {HALF: "a"}}, "metadata"),
+    ({**chat(), "tools": [function(description=HALF)]}, "tools[0].function.description"),
+    *(({**chat(), "tools": [function(parameters=value)]}, "tools[0].function.parameters")
+      for value in ({"a": [HALF]}, {HALF: 1})),
+    ({**chat(), "chat_template_kwargs": {"reasoning_effort": HALF}}, "chat_template_kwargs.reasoning_effort")],
     ids=lambda v: v if isinstance(v, str) else "")
 def test_half_a_character_is_refused_where_it_stands(served, body, param):
     refused(post(served, body), param=param)
@@ -196,16 +227,14 @@ def test_a_session_id_of_letters_digits_and_marks_is_taken(served, label):
 
 # -- what is not built, and what nobody knows ------------------------------------------------------------------
 REAL_VALUES = {
-    "best_of": 3, "tools": [{"type": "function", "function": {"name": "f"}}],
-    "tool_choice": "required", "parallel_tool_calls": "yes", "functions": [{"name": "f"}], "reasoning_effort": "none",
-    "modalities": ["text", "audio"], "prediction": {"type": "content"},
+    "best_of": 3, "functions": [{"name": "f"}], "modalities": ["text", "audio"], "prediction": {"type": "content"},
     "prompt_embeds": "AA==", "echo": True,
 }
 
 
 @pytest.mark.parametrize("name,value", [
     *((name, {"some": "value"}) for name in main.NOT_BUILT), *REAL_VALUES.items(),
-    ("best_of", True), ("echo", 0), ("prompt_logprobs", False), ("tools", {}),
+    ("best_of", True), ("echo", 0), ("prompt_logprobs", False), ("functions", {}),
     ("modalities", ["text", "text"])], ids=lambda v: json.dumps(v)[:24])
 def test_what_is_not_built_is_refused_by_name(served, name, value):
     message = refused(post(served, {**chat(), name: value}), code="unsupported_parameter", param=name)
@@ -263,7 +292,7 @@ MANY = 110_000
 
 
 @pytest.mark.parametrize("field,items", [
-    ("messages", "1"), ("messages", "{}"), ("messages", '{"role":"user","content":""}'), ("stop", "1"),
+    ("messages", "1"), ("messages", "{}"), ("messages", '{"role":"user","content":""}'), ("stop", "1"), ("tools", "1"),
     ("stop_token_ids", "-1"), ("metadata", None), ("logit_bias", None)])
 def test_a_hundred_thousand_bad_items_are_one_fault(client, field, items):
     served = client(ScriptedModel("a"), max_body_mib=8)
