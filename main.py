@@ -24,6 +24,7 @@ import gc
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import json
 import logging
 import math
@@ -630,8 +631,9 @@ def refuse_media(kind: str, where: str) -> ApiError:
 # reader is linear in the text, whatever that is, and loses nothing: what looks like
 # a call and is none is content.
 # ==============================================================================
-CALL_HEAD_CHARACTERS = 512  # a call's name must come so soon
+CALL_HEAD_CHARACTERS = 512  # a call's name, or any other token around its arguments, must end so soon
 JSON_MARKS = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
+JSON_TOKEN = re.compile(r'\s*+("(?:[^"\\]|\\.){0,510}+"|[{}\[\]:,;]|[^\s"{}\[\]:,;]{1,510}+(?=[\s"{}\[\]:,;]))')
 NO_CALL = (ValueError, RecursionError, KeyError, TypeError, AttributeError)  # what reading something else raises
 
 
@@ -655,8 +657,8 @@ THOUGHT_FORMS = (
 @dataclass(frozen=True, slots=True)
 class CallForm:
     """How a family of models writes calls: `open begin CALL (between CALL)* end close`, where a CALL is `before` with
-    the function for NAME, the arguments as JSON, and `after`. Models vary it: `head` finds the function's name where
-    JSON follows; `tags` are the anchors of name and key, and what closes a value, where arguments come as tags."""
+    the function for NAME, the arguments as JSON, and `after`. A call is read as JSON where it begins as that. Else
+    `head` finds the name, and JSON follows; or `tags` are the anchors of name and key and what closes a value."""
 
     open: str
     close: str = ""  # none: to the end of the answer
@@ -665,13 +667,20 @@ class CallForm:
     between: str | None = ", "  # None: one call an answer
     begin: str = ""
     end: str = ""
-    head: str = r'"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    head: str = ""
     tags: tuple[str, str, str] | None = None
-    lax: bool = False  # arguments in Gemma's own kind of JSON
+    quote: str = ""  # what Gemma, whose keys are bare, sets around texts
     mark: str = ""  # what chat templates say that take tools and show no calls
+
+    @property
+    def bare(self) -> bool:
+        """Whether its anchor is the beginning of the JSON."""
+        return self.open[0] == "{"
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         """Calls, each a name and its arguments, as such a model would have written them."""
+        if self.between is None and len(calls) > 1:
+            return "\n".join(self.written([call]) for call in calls)
         each = (self.before.replace("NAME", name) + arguments + self.after for name, arguments in calls)
         return self.open + self.begin + (self.between or "").join(each) + self.end + self.close
 
@@ -680,109 +689,200 @@ HERMES = CallForm("<tool_call>", "</tool_call>", '\n{"name": "NAME", "arguments"
                   "</tool_call>\n<tool_call>", mark="<tool_call>")
 CALL_FORMS = (  # the first that reads what the chat template makes of a call
     CallForm(" to=functions.", "<|call|>", "NAME<|channel|>commentary json<|message|>", "", None,
-             head=r"([\w.-]+)[^{]*<\|message\|>\s*(?=\{)"),
+             head=r"([\w.-]{1,128}+)[^{]{0,256}?<\|message\|>\s*+(?=\{)"),
     CallForm("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
-             "<｜tool▁call▁end｜>", "",
-             head=r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([\w.-]+)(?:<｜tool▁sep｜>|\s*```json)\s*(?=\{)"),
+             "<｜tool▁call▁end｜>", "", head=(
+                 r"[\s`]*+(?:<｜tool▁call▁end｜>)?\s*+<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([\w.-]{1,128}+)"
+                 r"(?:<｜tool▁sep｜>|\s*+```json)\s*+(?=\{)")),
     CallForm("[TOOL_CALLS]", "", "NAME[ARGS]", "", "[TOOL_CALLS]",
-             head=r"([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\{)"),
+             head=r"\s*+(?:\[TOOL_CALLS\]\s*+)?([\w.-]{1,128}+)(?:\[CALL_ID\]\w{1,64}+)?\[ARGS\]\s*+(?=\{)"),
     CallForm("[TOOL_CALLS]", begin="[", end="]"),
     CallForm("<|tool_call|>", "<|/tool_call|>", begin="[", end="]", mark="<|tool|>"),
     CallForm("<|tool_call|>", begin="[", end="]", mark="<|tool_call|>"),
     CallForm("<tool_calls>", "</tool_calls>", begin="[", end="]"),
     CallForm("<TOOLCALL>", "</TOOLCALL>", begin="[", end="]"),
-    CallForm("<|tool_call>call:", "<tool_call|>", "NAME", "", "<tool_call|><|tool_call>call:", head=r"([\w.-]+)(?=\{)",
-             lax=True),
+    CallForm("<|tool_call>call:", "<tool_call|>", "NAME", "", "<tool_call|><|tool_call>call:", quote='<|"|>'),
     HERMES,
-    dataclasses.replace(HERMES, tags=(r"<function=([^>\n]+)>", r"<parameter=([^>\n]+)>", "</parameter>")),
     dataclasses.replace(HERMES, tags=(
-        r"\A\s*([\w.-]+)(?=[\s<]|\Z)", r"<arg_key>([^<]+)</arg_key>\s*<arg_value>", "</arg_value>")),
-    CallForm('{"name":', "", ' "NAME", "parameters": ', "}", None,
-             head=r'\A\s*"([^"\\]+)"\s*,\s*"parameters"\s*:\s*(?=\{)'),
+        r"\s*+<function=([^>\n]{1,128}+)>", r"\s*+<parameter=([^>\n]{1,256}+)>\n?", "</parameter>")),
+    dataclasses.replace(HERMES, tags=(
+        r"\s*+([\w.-]{1,128}+)", r"\s*+<arg_key>([^<]{1,256}+)</arg_key>\s*+<arg_value>", "</arg_value>")),
+    CallForm('{"name":', "", ' "NAME", "parameters": ', "}", None),
 )
 
 
 class CallReader:
     """Reads the calls of one region, JSON while it is written. Linear in the text, whatever that is."""
 
-    def __init__(self, form: CallForm, tools: Sequence[Tool]) -> None:
+    def __init__(self, form: CallForm, tools: Sequence[Tool], streams: bool = True) -> None:
         self._form = form
         asked = ((tool.name, tool.parameters.get("properties")) for tool in tools)
         self._schemas = {name: properties for name, properties in asked if isinstance(properties, dict)}
-        self._head = re.compile(form.head)
-        self._text, self._at = "", 0
-        self._news = self._follow()
+        self._text, self._at = form.open if form.bare else "", 0
+        self._news = self._follow() if streams else itertools.repeat(None)
         self.found = False
+        self._end: int | None = None  # where the last call ends, if it does
 
     def feed(self, text: str) -> list[ToolCallDelta]:
         self._text += text
-        return [] if self._form.lax else list(iter(self._news.__next__, None))
+        return list(iter(lambda: next(self._news, None), None))
 
-    def close(self, whole: Any) -> list[ToolCallDelta]:
-        """The calls that only the region's end tells; `whole` is what it says, where that is known. Nothing, and
-        nothing `found`: it held no call."""
-        deltas: list[ToolCallDelta] = []
-        if not self.found:
-            with contextlib.suppress(*NO_CALL):
-                whole = whole or self._whole()
-                for call in whole if isinstance(whole, list) else [whole]:
-                    call = call.get("function", call)
-                    name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
-                    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-                    deltas.append(ToolCallDelta(str(name), arguments))
-        self.found = self.found or bool(deltas)
-        return deltas
+    def close(self, whole: Any, cut: bool) -> list[Delta]:
+        """What only the region's end tells; `whole` is what it says, where that is known. Nothing, and nothing
+        `found`: it held no call."""
+        if self.found:
+            rest = "" if self._form.close or self._end is None else self._text[self._end:].strip(" \n,;]}")
+            return [TextDelta(rest)] if rest else []
+        deltas: list[Delta] = []
+        with contextlib.suppress(*NO_CALL):
+            whole = self._whole(cut) if whole is None else whole
+            for call in whole if isinstance(whole, list) else [whole]:
+                call = call.get("function", call)
+                deltas.append(_whole_call(call["name"], call.get("arguments", call.get("parameters"))))
+            self.found = bool(deltas)
+        return deltas if self.found else []
+
+    def _whole(self, cut: bool) -> Any:
+        """The calls of a region that says little before its end. Raises one of NO_CALL for what is none."""
+        if self._form.quote:
+            name, _, arguments = self._text.partition("{")
+            return {"name": name.strip(), "arguments": _plain_arguments("{" + arguments, self._form.quote)}
+        name, key, close = self._form.tags
+        begun = re.match(name, self._text)
+        at, arguments = begun.end(), {}
+        while (tag := re.compile(key).match(self._text, at)) and (end := self._text.find(close, tag.end())) >= 0:
+            value = self._text[tag.end(): end].removesuffix("\n" if tag[0].endswith("\n") else "")
+            arguments[tag[1]] = _typed(value, self._schemas.get(begun[1], {}).get(tag[1]))
+            at = end + len(close)
+        if self._text[at:].strip() not in ("", "</function>") if not cut else not arguments:
+            raise ValueError("something else stands between its tags")
+        return {"name": begun[1], "arguments": arguments}
 
     def _follow(self) -> Iterator[ToolCallDelta | None]:
-        """The calls as far as they are written; None where more text is needed."""
-        while True:
-            while not (head := self._head.search(self._text, self._at, self._at + CALL_HEAD_CHARACTERS)):
-                yield None  # what lies further away belongs to no call
-            self._at, self.found = head.end(), True
-            yield ToolCallDelta(head[1])
-            depth, quoted, sent = 0, False, self._at
-            while True:
-                for mark in JSON_MARKS.finditer(self._text, self._at):
-                    self._at = mark.end()
-                    quoted = quoted != (mark[0] == '"')
-                    depth += 0 if quoted else {"{": 1, "[": 1, "}": -1, "]": -1}.get(mark[0], 0)
-                    if not depth:
-                        break
-                else:  # a backslash at the end waits for what it escapes
-                    self._at = len(self._text) - (self._at < len(self._text) and self._text.endswith("\\"))
-                if self._at > sent:
-                    yield ToolCallDelta(None, self._text[sent: self._at])
-                sent = self._at
-                if not depth:
-                    break
+        """The calls as far as they are written; None where more text is needed. It ends where no call can follow."""
+        while not (first := re.compile(r"\s*+(\S)").match(self._text, self._at)):
+            self._at = len(self._text)
+            yield None
+        if first[1] in "{[":
+            while (token := (yield from self._token())) and token in "{[],;":
+                if token == "{" and not (yield from self._call()):
+                    return
+        head = re.compile(self._form.head or r"(?!)")
+        while len(self._text) - self._at <= CALL_HEAD_CHARACTERS:
+            if found := head.match(self._text, self._at):
+                self._at, self.found = found.end(), True
+                yield ToolCallDelta(found[1])
+                yield from self._arguments()
+            else:
                 yield None
 
-    def _whole(self) -> Any:
-        """The calls of a region that is complete."""
-        if self._form.lax:
-            from transformers.utils.chat_parsing.content_parsers import parse_content
+    def _call(self) -> Iterator[ToolCallDelta | None]:
+        """A JSON object that is a call, from behind its brace on; whether it is one."""
+        name, arguments, told = None, None, False
+        while (key := (yield from self._token())) != "}":
+            if key == ",":
+                continue
+            if not key or key[0] != '"' or (yield from self._token()) != ":":
+                return False
+            begin, value = self._at, (yield from self._token())
+            if not value or value in "}]:,;":
+                return False
+            if value == "{" and key == '"function"':
+                told = yield from self._call()
+                continue
+            if value in "{[":
+                self._at -= 1
+                if value == "{" and key in ('"arguments"', '"parameters"') and name:
+                    self.found = told = True
+                    yield ToolCallDelta(name)
+                    yield from self._arguments()
+                    continue
+                yield from (None for piece in self._value() if piece is None)
+                value = self._text[begin: self._at]
+            if key == '"name"':
+                name = from_json(value) if value[0] == '"' else None
+            elif key in ('"arguments"', '"parameters"'):
+                arguments = from_json(value) if value[0] == '"' else value
+        self._end, arguments = self._at, None if arguments == "null" else arguments
+        with contextlib.suppress(*NO_CALL):
+            if not told and not (arguments is None and self._form.bare):
+                yield _whole_call(name, arguments)
+                self.found = told = True
+        return told
 
-            head, lax = self._head.match(self._text), {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]}
-            return {"name": head[1], "arguments": parse_content(self._text[head.end():], "json", lax)}
-        if self._form.tags:
-            name, key, end = self._form.tags
-            pieces = re.split(name, self._text)[1:]
-            return [{"name": name, "arguments": {
-                k[1]: _typed(part[k.end():], self._schemas.get(name, {}).get(k[1]))
-                for part in written.split(end)[:-1] if (k := re.search(key, part))}}
-                for name, written in zip(pieces[::2], pieces[1::2], strict=True)]
-        return from_json(self._text)
+    def _token(self) -> Iterator[None]:
+        """The next token of JSON; None for what goes on too long to be one around a call's arguments."""
+        while not (token := JSON_TOKEN.match(self._text, self._at)):
+            if len(self._text) - self._at > CALL_HEAD_CHARACTERS:
+                return None
+            yield None
+        self._at = token.end()
+        return token[1]
+
+    def _arguments(self) -> Iterator[ToolCallDelta | None]:
+        self._end = None
+        for piece in self._value():
+            yield piece if piece is None else ToolCallDelta(None, piece)
+        self._end = self._at
+
+    def _value(self) -> Iterator[str | None]:
+        """The pieces of the JSON object or list that begins here, as they are written."""
+        depth, quoted, sent = 0, False, self._at
+        while True:
+            for mark in JSON_MARKS.finditer(self._text, self._at):
+                self._at = mark.end()
+                quoted = quoted != (mark[0] == '"')
+                depth += 0 if quoted else {"{": 1, "[": 1, "}": -1, "]": -1}.get(mark[0], 0)
+                if not depth:
+                    break
+            else:  # a backslash at the end waits for what it escapes
+                self._at = len(self._text) - (self._at < len(self._text) and self._text.endswith("\\"))
+            if self._at > sent:
+                yield self._text[sent: self._at]
+            sent = self._at
+            if not depth:
+                return
+            yield None
+
+
+def _whole_call(name: Any, arguments: Any) -> ToolCallDelta:
+    """A call that is known as a whole. Raises ValueError for what is none."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    if not (isinstance(name, str) and name and isinstance(from_json(text, allow_inf_nan=False), dict)):
+        raise ValueError("a call has a name and an object of arguments")
+    return ToolCallDelta(name, text)
+
+
+def _plain_arguments(text: str, quote: str) -> str:
+    """JSON from Gemma's kind of it, with bare keys and quotes of its own."""
+    q = re.escape(quote)
+    tokens = rf'{q}(.*?)(?:{q}|\Z)|"(?:[^"\\]|\\.)*+(?:"|\Z)|(?<![\w.-])([\w.-]++)(?=\s*+:)'
+
+    def plain(match: re.Match[str]) -> str:
+        word = match[2] if match[1] is None else match[1]
+        return match[0] if word is None else json.dumps(word, ensure_ascii=False)
+
+    return re.sub(tokens, plain, text, flags=re.DOTALL)
 
 
 def _typed(text: str, schema: Any) -> Any:
     """A tag's value: text, unless its schema wants something else and it can be read as that."""
-    text, wanted = text.removeprefix("\n").removesuffix("\n"), schema.get("type") if isinstance(schema, dict) else None
-    if wanted == "string" or (isinstance(wanted, list) and "string" in wanted):
-        return text
-    try:
-        return from_json({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
-    except ValueError:
-        return text
+    with contextlib.suppress(ValueError):
+        if not _takes_text(schema):
+            word = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
+            value = from_json(word, allow_inf_nan=False)
+            json.dumps(value, allow_nan=False)  # 1e999 is read as infinite
+            return value
+    return text
+
+
+def _takes_text(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    kinds, choices = schema.get("type"), [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    values = schema.get("enum") or [schema.get("const")]
+    return (kinds == "string" or (isinstance(kinds, list) and "string" in kinds) or any(map(_takes_text, choices))
+            or any(isinstance(value, str) for value in values))
 
 
 def _part(field: str) -> type[Delta]:
@@ -792,18 +892,25 @@ def _part(field: str) -> type[Delta]:
     return ReasoningDelta if "reason" in field or "think" in field else TextDelta
 
 
-def _plain_template(own: dict[str, Any]) -> tuple[Any, Any]:
-    """A tokenizer's own response template with its regions as plain text, which cannot fail; and its field for calls,
-    which reads one that is complete."""
-    from transformers.utils.chat_parsing.response_templates import load_response_template
+@functools.cache
+def _region_parser() -> type:
+    """transformers' ResponseParser, leaving to us what a region says: reading it may fail, and its anchors' groups
+    may be missing. A closed region's value is its text and those groups."""
+    from transformers.utils.chat_parsing import ResponseParser
 
-    template, fields = load_response_template(own), {}
-    for name, f in template.fields.items():
-        groups = {group for pattern in (f.open_re, f.close_re) if pattern for group in pattern.groupindex}
-        shown = {group: f"{{{group}}}" for group in ("content", *groups)} if groups else None
-        fields[name] = dataclasses.replace(f, content="text", content_args={"strip": False}, transform=shown,
-                                           repeats=True, transform_each=False, join=None, optional=True)
-    return dataclasses.replace(template, fields=fields, defaults={}), template.fields.get("tool_calls")
+    class Regions(ResponseParser):
+        def _close_current(self, events: list[dict[str, Any]]) -> None:
+            if self._current is not None and self._opened:
+                value = self._body, dict(self._captures)
+                events.append({"type": "region_close", "field": self._current, "value": value})
+            self._reset_to_implicit()
+
+        def finish(self) -> list[dict[str, Any]]:
+            events: list[dict[str, Any]] = []
+            self._process(events, eos=True)
+            return events
+
+    return Regions
 
 
 class PartReader:
@@ -811,65 +918,80 @@ class PartReader:
     belongs to the anchor."""
 
     def __init__(self, template: Any, prompt: Prompt, form: CallForm, own: Any = None) -> None:
-        from transformers.utils.chat_parsing import ResponseParser
-
         self._form, self._own, self._tools = form, own, prompt.tools
+        self._plain = template.implicit == "content"  # content has no anchors of its own
         self._call: CallReader | None = None
-        self._beside, self._blanks = False, ""  # an anchor came just before; white space that one may follow
+        self._beside = False  # an anchor came just before
+        self._blanks: list[str] = []  # white space that an anchor may follow
+        self._aside, self._said = "", False  # text outside of all parts; whether there were any
+        self._owed = 0  # characters of the opening that may yet begin an anchor
+        self.region: type[Delta] | None = None  # the thought or call that is open
         self.part: type[Delta] = TextDelta
-        self.calls_ended = self._cut = False
-        self._parser = ResponseParser(template, prefix=prompt.opening)
+        self.calls_ended = False
+        self._parser = _region_parser()(template, prefix=prompt.opening)
         self._tell(self._parser.initial_events)
-        self._blanks = ""
+        self.part = self.region or TextDelta
+        self._blanks.clear()
+        self._owed = len(self._parser._buffer) - self._parser._pos
 
     def feed(self, text: str) -> list[Delta]:
         return self._tell(self._parser.feed(text))
 
     def close(self) -> list[Delta]:
         """What the end of the answer tells."""
-        self._cut = True
-        deltas = self._tell(self._parser.finalize()[1])
-        return deltas + ([self.part(self._blanks)] if self._blanks else [])
+        deltas = self._tell(self._parser.finish(), cut=True)
+        if not self._said and self._aside:
+            return [TextDelta(self._aside)]
+        return [*deltas, self.part("".join(self._blanks))] if self._blanks else deltas
 
-    def _tell(self, events: Sequence[Mapping[str, Any]]) -> list[Delta]:
+    def _tell(self, events: Sequence[Mapping[str, Any]], cut: bool = False) -> list[Delta]:
         deltas: list[Delta] = []
         for event in events:
-            part, kind = _part(event["field"]), event["type"]
-            if kind == "region_open" and part is not TextDelta:
-                self.part, self._beside, self._blanks = part, True, ""
-                self._call = CallReader(self._form, self._tools) if part is ToolCallDelta else None
+            part, kind, text = _part(event["field"]), event["type"], event.get("text", "")
+            if event["field"] == "aside":
+                self._aside += text
+            elif kind == "region_open" and (part is not TextDelta or not self._plain):
+                self.part, self.region, self._beside, self._said, self._owed = part, part, True, True, 0
+                self._before, self._blanks = "".join(self._blanks), []
+                if part is ToolCallDelta:
+                    self._call = CallReader(self._form, self._tools, streams=not self._own)
             elif kind == "region_chunk":
-                deltas += self._call.feed(event["text"]) if part is ToolCallDelta else self._say(part, event["text"])
-            elif kind == "region_close" and part is ToolCallDelta:
-                deltas += self._end_call(event["value"])
-            elif kind == "region_close" and part is ReasoningDelta:
-                self._beside, self._blanks = True, ""
+                deltas += self._call.feed(text) if part is ToolCallDelta else self._say(part, text)
+            elif kind == "region_close":
+                self.region = None
+                if part is ToolCallDelta:
+                    deltas += self._end_call(*event["value"], cut)
+                elif not (cut or (part is TextDelta and self._plain)):
+                    self._beside, self._blanks = True, []
         return deltas
 
     def _say(self, part: type[TextDelta | ReasoningDelta], text: str) -> list[Delta]:
-        text = text.lstrip() if self._beside else self._blanks + text
+        owed, self._owed = self._owed, max(0, self._owed - len(text))
+        text = text[owed:].lstrip() if self._beside else text[owed:]
         shown = text.rstrip()
-        self._blanks = text[len(shown):]
         if not shown:
+            self._blanks += [text] if text else []
             return []
+        shown, self._blanks = "".join(self._blanks) + shown, [text[len(shown):]] if text != shown else []
         self.part, self._beside = part, False
         return [part(shown)]
 
-    def _end_call(self, value: Any) -> list[Delta]:
-        raw, captured = (value["content"], value) if isinstance(value, dict) else (value, {})
+    def _end_call(self, raw: str, captured: dict[str, str], cut: bool) -> list[Delta]:
         whole = None
         if self._own:
             from transformers.utils.chat_parsing.content_parsers import process_field
 
             with contextlib.suppress(*NO_CALL):
                 whole = process_field(raw, self._own, captured)
-        deltas = self._call.close(whole)
-        self._beside, self._blanks, self.calls_ended = True, "", self._call.found
-        if not self._call.found:  # what looked like a call and was none is text
-            self.part = TextDelta
-            close = "" if self._cut else self._form.close
-            return [TextDelta(raw if self._own else f"{self._form.open.strip()}{raw}{close}")]
-        return deltas
+        deltas = self._call.close(whole, cut)
+        self.calls_ended = self._call.found
+        if self.calls_ended:
+            self._beside = True
+            return deltas
+        # What looked like a call and was none is text.
+        self.part, self._beside = TextDelta, False
+        anchors = ("", "") if self._own else (self._form.open.strip(), "" if cut else self._form.close)
+        return [TextDelta(self._before + anchors[0] + raw + anchors[1])]
 
 
 class ReplyReader:
@@ -890,6 +1012,10 @@ class ReplyReader:
     def part(self) -> type[Delta]:
         """The part of the answer that the last token belongs to."""
         return self._parts.part if self._parts else TextDelta
+
+    @property
+    def begins_call(self) -> bool:
+        return bool(self._parts) and self._parts.region is ToolCallDelta
 
     def feed(self, token: int) -> tuple[tuple[Delta, ...], bool]:
         """What `token` makes sendable, and whether that ends the answer: by a stop string, or after the one call."""
@@ -1215,6 +1341,8 @@ class Model:
     def _learn_forms(self) -> None:
         """How this model writes thoughts and calls. The chat template tells: by what it makes of a call, or else by
         what it says about them. Where it takes no tools, or nothing here reads its calls, tools are `generic`."""
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
         said = str(self._tokenizer.chat_template).replace("\\n", "\n").replace('\\"', '"')
         words = {t.content for t in self._added.values()}
         self._thought = next((f for f in THOUGHT_FORMS if f.open in said or f.open in words), None)
@@ -1224,13 +1352,13 @@ class Model:
                  {"role": "tool", "content": "probe-answer", "tool_call_id": "probecall", "name": "probe_call"}]
         tool = {"name": "probe_tool", "description": "?", "parameters": {"type": "object", "properties": {}}}
 
-        def shown(count: int) -> str:
+        def shown(count: int, with_tool: bool = True) -> str:
             try:
-                return self._applied(turns[:count], [{"type": "function", "function": tool}])
+                return self._applied(turns[:count], [{"type": "function", "function": tool}] if with_tool else None)
             except Exception:  # a door to foreign code: a template that fails on calls shows none
                 return ""
 
-        asked, called, answered = map(shown, (1, 2, 3))
+        asked, called = shown(1), shown(2)
         wrote = _beyond(called, asked)
         form = next((f for f in CALL_FORMS if self._reads(f, wrote)), None)
         if "probe_call" not in wrote:
@@ -1238,9 +1366,11 @@ class Model:
         own = getattr(self._tokenizer, "response_template", None)
         self.tools: Literal["native", "generic"] = "native" if (form or own) and "probe_tool" in asked else "generic"
         self._form = form if form and self.tools == "native" else HERMES
-        self._own_parts = _plain_template(own) if own else None
-        self._shows_calls = self.tools == "native" and "probe_call" in answered and "probe-answer" in answered
-        kept = "".join(map(str, (*dataclasses.astuple(self._form), *dataclasses.astuple(self._thought or HERMES))))
+        self._own = own and load_response_template(own)
+        self._shows_calls = {tools: self.tools == "native" and all(word in shown(3, tools) for word in (
+            "probe_call", "probe-answer")) for tools in (True, False)}
+        anchors = (own and own["fields"], self._form, self._thought)
+        kept = str(anchors).replace("\\", "")  # those of expressions, before brackets
         self._skipped = frozenset(i for i, t in self._added.items() if t.special and t.content not in kept)
 
     def _reads(self, form: CallForm, text: str) -> bool:
@@ -1291,10 +1421,10 @@ class Model:
         if (least := -(-size // self._longest_token)) > self.context:
             raise context_error(self.context, f"at least {least}")
         nonce = secrets.token_hex(8)  # a text that guessed the marker could smuggle control tokens after all
-        marker, spelled = re.compile(f"\ue000{nonce}:([0-9]+)\ue001"), dict[str, int]()
+        marker, spelled = re.compile(f"x{nonce}x([0-9]+)x"), dict[str, int]()
 
         def mark(match: re.Match[str]) -> str:
-            return f"\ue000{nonce}:{spelled.setdefault(match[0], len(spelled))}\ue001"
+            return f"x{nonce}x{spelled.setdefault(match[0], len(spelled))}x"
 
         rendered, opening = self._render(chat, functools.partial(self._specials.sub, mark))
         ids, words = [], list(spelled)
@@ -1302,12 +1432,13 @@ class Model:
             encoder, text = (self._plain_encoder, words[int(piece)]) if n % 2 else (self._decoder, piece)
             ids += encoder.encode(text, add_special_tokens=False).ids
         opening = marker.sub(lambda match: words[int(match[1])], opening)
-        if chat.tools and opening.rfind(self._form.open) > opening.rfind(self._form.close or "\0"):
-            raise invalid_value("messages", "the last one begins a call, which cannot be continued")
         grammar = self._grammar(chat, opening)
         if grammar:
             self._compiled(grammar)
-        return Prompt(ids, opening, grammar, chat.tools, chat.must_call, chat.many_calls)
+        prompt = Prompt(ids, opening, grammar, chat.tools, chat.must_call, chat.many_calls)
+        if chat.continues and self.reader(prompt, ()).begins_call:
+            raise invalid_value("messages", "the last one begins a call, which cannot be continued")
+        return prompt
 
     def _render(self, chat: Chat, mark: Callable[[str], str]) -> tuple[str, str]:
         """The chat in the model's template, every text of it `mark`ed, and what of it belongs to the answer. What a
@@ -1315,14 +1446,14 @@ class Model:
         if not self._tokenizer.chat_template:
             raise ApiError(400, "This model has no chat template, so it cannot chat.", "no_chat_template", "messages")
         messages = chat.messages
-        if not self._shows_calls:
+        if not self._shows_calls[bool(chat.tools)]:
             messages = _calls_as_text(messages, self._form)
         if chat.tools and self.tools == "generic":
             messages = _with_system(messages, _describe_tools(chat.tools))
         native = chat.tools if self.tools == "native" else ()
         tools = _for_template([tool.shown for tool in native], mark) or None
         options = _for_template(dict(chat.options), mark)
-        has_parts = bool(self._thought or chat.tools)
+        has_parts = bool(self._thought or chat.tools or self._own)
         first_refusal: Exception | None = None
         for shape in _shapes(messages, self._form):
             said = [self._message(message, mark) for message in shape]
@@ -1356,7 +1487,7 @@ class Model:
     def _grammar(self, chat: Chat, opening: str) -> Grammar | None:
         """What was asked for as one grammar: after a thought, if the model has any, the answer or calls."""
         wanted, thought = chat.grammar, self._thought
-        calls = [tool for tool in chat.tools if chat.must_call or any(t.strict for t in chat.tools)]
+        calls = chat.tools if chat.must_call or wanted or any(tool.strict for tool in chat.tools) else ()
         if not calls and (wanted is None or thought is None):
             return wanted
         for part in [*(_schema_of(tool) for tool in calls), *([wanted] if wanted else [])]:
@@ -1370,14 +1501,16 @@ class Model:
             for n, tool in enumerate(calls):
                 before = form.before.replace("NAME", tool.name)
                 rules.append(f"call_{n}: {spell(before)} {_embedded(_schema_of(tool))} {spell(form.after)}")
-            many = chat.many_calls and form.between is not None
+            apart = not (chat.must_call or wanted or lead)  # calls among free text
+            many = chat.many_calls and form.between is not None and not (apart and form.open in form.between)
             more = f"({spell(form.between)} {one}){{0,{MAX_ENFORCED_CALLS - 1}}}" if many else ""
             rules.append(f"calls: {spell(form.begin)} {one} {more} {spell(form.end)} {spell(form.close)}")
-            if chat.must_call or wanted or lead:
-                bodies.append(f"{spell(form.open)} calls")
-            else:
+            if apart:
                 bodies = ["(called calls)* TEXT"]
                 rules.append(self._up_to("called", form.open))
+            else:
+                # The brace that a call may share with an answer in JSON must be a word of its own.
+                bodies.append(f'"{{" {spell(form.open[1:])} calls' if form.bare else f"{spell(form.open)} calls")
         body = "(" + " | ".join(bodies) + ")"
         if thought:
             inside = opening.rfind(thought.open) > opening.rfind(thought.close)
@@ -1492,13 +1625,13 @@ class Model:
 
     def reader(self, prompt: Prompt, stop: Sequence[str]) -> ReplyReader:
         """A fresh reader of one answer's token ids."""
-        if self._own_parts and not prompt.must_call:
-            template, own = self._own_parts
-            return ReplyReader(self._decoder, stop, PartReader(template, prompt, self._form, own),
-                               many_calls=prompt.many_calls)
-        if not self._thought and not prompt.tools:
+        if not (self._own or self._thought or prompt.tools):
             return ReplyReader(self._decoder, stop)
-        parts = PartReader(self._template(bool(prompt.tools)), prompt, self._form)
+        template, own = self._template(bool(prompt.tools)), None
+        if self._own and not prompt.must_call:  # with our calls, where it has none and they had to be described
+            own = self._own.fields.get("tool_calls")
+            template = dataclasses.replace(self._own, fields=template.fields | self._own.fields)
+        parts = PartReader(template, prompt, self._form, own)
         return ReplyReader(self._decoder, stop, parts, self._skipped, prompt.many_calls)
 
     def _template(self, calls: bool) -> Any:
@@ -1511,6 +1644,7 @@ class Model:
             if thought.lead:
                 fields["content"] = {"open": [thought.lead, thought.lead.replace("final", "commentary")],
                                      "close": thought.close}
+                fields["aside"] = {}
         if calls:
             close = {"close": self._form.close} if self._form.close else {}
             fields["tool_calls"] = {"open": self._form.open.strip()} | close
@@ -1590,7 +1724,8 @@ def _describe_tools(tools: Sequence[Tool]) -> str:
 def _schema_of(tool: Tool) -> Grammar:
     """A tool's arguments as a grammar. What a schema that is not strict asks beyond our means is left to the model."""
     spelling = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", ", "lenient": not tool.strict}
-    closed = {"anyOf", "oneOf", "allOf", "$ref", "patternProperties"}.isdisjoint(tool.parameters)
+    open_keys = {"anyOf", "oneOf", "allOf", "$ref", "patternProperties"}
+    closed = "properties" in tool.parameters and open_keys.isdisjoint(tool.parameters)
     schema = {"type": "object"} | ({"additionalProperties": False} if closed else {}) | tool.parameters
     return Grammar("json", json.dumps(schema | {"x-guidance": spelling}), tool.where)
 
