@@ -4,8 +4,8 @@ A session owns its generation and a response is only a reader: a dropped connect
 costs no frame and repeats none. One file, read top to bottom; a room uses the rooms above it and no other.
 
 A request's journey: route (11) -> adapter makes values (9) -> server begins a session (10) -> engine runs the job (7)
-with the model (6), whose answer is read (5) -> events reach the producer task (10) -> adapter makes frames (9) ->
-session keeps them (8) -> any number of readers send them (11).
+with the model (6), whose answer is read (5) -> events reach the server (10) -> adapter makes frames (9) -> session
+keeps them (8) -> any number of readers send them (11).
 
 Who owns what: the event loop owns the server, its sessions and its readers. Three daemon threads stand beside it, one
 each for loading, for the engine (model, caches, batch) and for SQLite. They take work from a queue and answer by
@@ -39,17 +39,17 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from urllib.parse import quote
 
 import anyio
 import uvicorn
 from dotenv import dotenv_values, load_dotenv
-from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, SecretStr, ValidationError
@@ -167,22 +167,17 @@ def read_settings() -> Settings:
 class ApiError(HTTPException):
     """A refusal, as OpenAI words it: before the first byte a status, after it a frame."""
 
-    KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None,
                  headers: Mapping[str, str] | None = None) -> None:
         super().__init__(status, message, headers)
         self.code, self.param = code, param
-
-    @property
-    def body(self) -> dict[str, Any]:
-        kind = self.KINDS.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
-        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def invalid_value(param: str, fault: str) -> ApiError:
-    """The refusal of a value, with the place where it stands."""
-    return ApiError(400, f"{param}: {fault}.", "invalid_value", param)
+def invalid_value(param: str | None, fault: str, place: str | None = None) -> ApiError:
+    return ApiError(400, f"{place or param}: {fault}.", "invalid_value", param)
 
 
 def parse_json(text: str, where: str) -> Any:
@@ -203,21 +198,13 @@ def at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _no_lone_surrogates(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON may spell half a character; no tokenizer, file or socket can carry it
-        raise ValueError("text contains a lone surrogate, which is not a character") from None
-    return text
-
-
 def _plain_json(value: dict[str, Any]) -> dict[str, Any]:
     level, depth = [value], 0
     while level := [v for item in level for v in (item.values() if isinstance(item, dict) else item)
                     if isinstance(v, dict | list)]:
         if (depth := depth + 1) == MAX_SCHEMA_DEPTH:
             raise ValueError(f"nested deeper than {MAX_SCHEMA_DEPTH} levels")
-    _no_lone_surrogates(json.dumps(value, ensure_ascii=False))
+    json.dumps(value, ensure_ascii=False).encode()  # fails on half a character
     return value
 
 
@@ -231,12 +218,12 @@ def _label(label: str) -> str:
 
 MAX_SCHEMA_DEPTH = 100
 Schema = Annotated[dict[str, Any], AfterValidator(_plain_json)]
-Text = Annotated[str, AfterValidator(_no_lone_surrogates)]
-Short = Annotated[str, Field(max_length=512), AfterValidator(_no_lone_surrogates)]
-StopString = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_no_lone_surrogates)]
-Label = Annotated[str, AfterValidator(_label)]  # empty is absent
+# JSON may spell half a character; no tokenizer, file or socket can carry it. Where pydantic measures, it finds it.
+Text = Annotated[str, Field(min_length=0)]
+Short = Annotated[str, Field(max_length=512)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Budget = Annotated[int, Field(ge=1, lt=2**31)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -244,6 +231,58 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 class Wire(BaseModel, extra="allow", strict=True, allow_inf_nan=False):
     """No coercion, no NaN; unknown names are kept so that they can be reported."""
+
+
+class ToolFunction(Wire):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    description: Text | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class StructuredOutputs(Wire):  # an extension of local servers: exactly one of the four
+    json_: Schema | Text | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: Annotated[Annotated[list[Text], Field(min_length=1)] | None, at_most(1000)] = None
+    grammar: Text | None = None
+
+
+class TemplateOptions(Wire, extra="forbid"):  # all that a client may tell the chat template
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+    thinking_budget: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    clear_thinking: bool | None = None
+    preserve_thinking: bool | None = None
+    reasoning_effort: Short | None = None
+
+
+class AnswerRequest(Wire):  # what the requests of all protocols have in common
+    model: Text | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
+    min_p: Share | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]] | None, at_most(1024)] = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: Annotated[list[Count] | None, at_most(64)] = None
+    stop: Annotated[StopString | list[StopString] | None, at_most(16)] = None
+    structured_outputs: StructuredOutputs | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    stream: bool | None = None
+    session_id: Annotated[str, AfterValidator(_label)] | None = None  # empty is absent
+    store: bool | None = None
+    user: Text | None = None
+    metadata: Annotated[dict[Short, Short] | None, at_most(16)] = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+    service_tier: Short | None = None
 
 
 class ContentPart(Wire):
@@ -263,40 +302,6 @@ class ToolCall(Wire):
     function: FunctionCall
 
 
-class ToolFunction(Wire):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
-    description: Text | None = None
-    parameters: Schema | None = None
-    strict: bool | None = None
-
-
-class ToolDefinition(Wire):
-    type: Literal["function"]
-    function: ToolFunction
-
-
-class AllowedTools(Wire):
-    mode: Literal["auto", "required"]
-    tools: Annotated[Annotated[list[ToolDefinition], Field(min_length=1)], at_most(256)]  # by their names
-
-
-class ToolChoice(Wire):
-    type: Literal["function", "allowed_tools"]
-    function: ToolFunction | None = None  # by its name
-    allowed_tools: AllowedTools | None = None
-
-
-class TemplateOptions(Wire, extra="forbid"):
-    """What a client may tell the chat template."""
-
-    enable_thinking: bool | None = None
-    thinking: bool | None = None
-    thinking_budget: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    clear_thinking: bool | None = None
-    preserve_thinking: bool | None = None
-    reasoning_effort: Short | None = None
-
-
 class ChatMessage(Wire):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Text | list[ContentPart] | None, at_most(1024)] = None
@@ -307,9 +312,20 @@ class ChatMessage(Wire):
     reasoning: Text | None = None
 
 
-class StreamOptions(Wire):
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+class ToolDefinition(Wire):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class AllowedTools(Wire):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolDefinition], Field(min_length=1), at_most(256)]  # by their names
+
+
+class ToolChoice(Wire):
+    type: Literal["function", "allowed_tools"]
+    function: ToolFunction | None = None  # by its name
+    allowed_tools: AllowedTools | None = None
 
 
 class JsonSchemaFormat(Wire):
@@ -324,54 +340,24 @@ class ResponseFormat(Wire):
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(Wire):
-    """An extension of local servers: exactly one of the four."""
-
-    json_: Schema | Text | None = Field(None, alias="json")
-    regex: Text | None = None
-    choice: Annotated[Annotated[list[Text], Field(min_length=1)] | None, at_most(1000)] = None
-    grammar: Text | None = None
+class StreamOptions(Wire):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
-class ChatRequest(Wire):
-    model: Text | None = None
+class ChatRequest(AnswerRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), at_most(4096)]
     max_completion_tokens: Budget | None = None
     max_tokens: Budget | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Share | None = None
-    top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
-    min_p: Share | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    logit_bias: Annotated[dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]] | None, at_most(1024)] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    stop_token_ids: Annotated[list[TokenId] | None, at_most(64)] = None
-    stop: Annotated[StopString | list[StopString] | None, at_most(16)] = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     tools: Annotated[list[ToolDefinition] | None, at_most(256)] = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    chat_template_kwargs: TemplateOptions | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    session_id: Label | None = None
-    store: bool | None = None
-    user: Text | None = None
-    metadata: Annotated[dict[Short, Short] | None, at_most(16)] = None
-    safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
-    service_tier: Short | None = None
 
 
 # What would change the answer and is not built: refused by name, unless the value says "off", as SDKs send it.
@@ -389,16 +375,18 @@ NOT_BUILT_IN_MESSAGES = re.compile(r"messages\[\d+\]\.(function_call|audio)")  #
 HARMLESS = {"prompt_cache_options", "prompt_cache_retention"}  # known to be sent, and changes nothing here
 
 
-def ignored_fields(body: ChatRequest) -> list[str]:
-    """Name the fields nobody knows, as `x-ignored-fields` lists them; refuse those that are known and not built."""
-    ignored = []
+def ignored_fields(body: AnswerRequest) -> dict[str, str]:
+    """The header that lists the fields nobody knows, if there are any; refuse those that are known and not built."""
+    names = []
     for path, value in _unknown_fields(body, ""):
         if path in NOT_BUILT or NOT_BUILT_IN_MESSAGES.fullmatch(path):
             if not any(type(value) is type(off) and value == off for off in NOT_BUILT.get(path, ())):
                 raise ApiError(400, f"`{path}` is not supported by this server yet.", "unsupported_parameter", path)
         elif path not in HARMLESS:
-            ignored.append(path)
-    return ignored
+            names.append(path)
+    # Any character that a client may have sent is made safe, and the length stays bounded.
+    shown = [quote(name[:64], safe="[]._-")[:128] or '""' for name in names[:32]] + ["..."] * (len(names) > 32)
+    return {"x-ignored-fields": ", ".join(shown)} if shown else {}
 
 
 def _unknown_fields(value: object, path: str) -> Iterator[tuple[str, Any]]:
@@ -411,12 +399,6 @@ def _unknown_fields(value: object, path: str) -> Iterator[tuple[str, Any]]:
         yield from ((prefix + name, extra) for name, extra in (value.model_extra or {}).items() if extra is not None)
         for name in type(value).model_fields:
             yield from _unknown_fields(getattr(value, name), prefix + name)
-
-
-def header_list(names: Sequence[str]) -> str:
-    """`names` for a header: any character a client may have sent is made safe, and the length stays bounded."""
-    shown = [quote(name[:64], safe="[]._-")[:128] or '""' for name in names[:32]]
-    return ", ".join(shown + (["..."] if len(names) > 32 else []))
 
 
 def parse_event_id(text: str) -> tuple[str, int]:
@@ -435,12 +417,13 @@ def validation_error(error: RequestValidationError) -> ApiError:
     if fault["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {fault['ctx']['error']}.", "invalid_json")
     place = fault["loc"][1:-2] if fault["loc"][-1] == "[key]" else fault["loc"][1:]
-    path = [part for part in place if isinstance(part, int) or re.fullmatch(r"[a-z_]+", part)]
-    if len(path) > 1 and fault["loc"][-1] == "str":  # the branch of a union, not a field
-        path.pop()
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-    return ApiError(400, f"{name or 'The body'}: {fault['msg'].removeprefix('Value error, ')}.", "invalid_value",
-                    name or None)
+    path = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place
+            if isinstance(part, int) or re.fullmatch(r"[a-z_]+", part))  # the rest names branches of unions
+    name = "".join(path).removeprefix(".")
+    words = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "string_unicode" or "surrogates not allowed" in words:
+        words = "text contains a lone surrogate, which is not a character"
+    return invalid_value(name or None, words, name or "The body")
 
 
 # ==============================================================================
@@ -460,29 +443,23 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
-    """A function that the model may call. `shown` is what templates get, in OpenAI's shape."""
-
+class Tool:  # a function that the model may call
     name: str
     parameters: dict[str, Any]  # a JSON Schema
     strict: bool
-    shown: dict[str, Any]
+    shown: dict[str, Any]  # to templates, in OpenAI's shape
     where: str  # in the request
 
 
 @dataclass(frozen=True, slots=True)
-class Grammar:
-    """What an answer must look like: a JSON Schema, a regular expression or Lark rules; and the field that asked."""
-
+class Grammar:  # what an answer must look like
     kind: Literal["json", "regex", "lark"]
-    source: str
-    param: str
+    source: str  # a JSON Schema, a regular expression or Lark rules
+    param: str  # the field that asked
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
-    """What the model is asked, what it may call, and what its answer must look like."""
-
+class Chat:  # what the model is asked
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     must_call: bool = False
@@ -493,11 +470,9 @@ class Chat:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """A chat as the model reads it. `opening` is what stands there of the answer itself, such as a thought's begin."""
-
+class Prompt:  # a chat as the model reads it
     tokens: list[int]
-    opening: str = ""
+    opening: str = ""  # what stands there of the answer itself, such as a thought's begin
     grammar: Grammar | None = None  # that of the chat, with its calls and the room for a thought
     tools: tuple[Tool, ...] = ()
     must_call: bool = False
@@ -505,9 +480,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to draw tokens. None is filled from the operator's or the model's defaults before a job begins."""
-
+class Sampling:  # None is filled from the operator's or the model's defaults before a job begins
     max_new_tokens: int | None = None
     temperature: float | None = None  # 0 is greedy
     top_p: float | None = None  # 1 is off, 0 keeps the likeliest token only
@@ -542,14 +515,11 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A token, its share of the model's own distribution (before penalties, temperature and filters), and the
-    likeliest tokens at its place."""
-
+class TokenLogprob:  # of the model's own distribution, before penalties, temperature and filters
     text: str
     bytes: bytes
     logprob: float
-    top: tuple[TokenLogprob, ...] = ()
+    top: tuple[TokenLogprob, ...] = ()  # the likeliest tokens at its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -563,32 +533,22 @@ class ReasoningDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallDelta:
-    """A call's beginning, where there is a `name`, or more of its arguments: JSON, as it is written."""
-
+class ToolCallDelta:  # a call's beginning, where there is a name, or more of its arguments
     name: str | None
-    arguments: str = ""
-
-
-Delta = TextDelta | ReasoningDelta | ToolCallDelta
+    arguments: str = ""  # JSON, as it is written
 
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """A token, the part of the answer that it belongs to, and what it made visible (nothing, where it ends inside a
-    character)."""
-
     token: int
-    deltas: tuple[Delta, ...] = ()
+    deltas: tuple[Delta, ...] = ()  # what it made visible: nothing, where it ends inside a character
     choice: int = 0
     logprob: TokenLogprob | None = None
-    part: type[Delta] = TextDelta
+    part: type[Delta] = TextDelta  # of the answer, that it belongs to
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """One choice has ended, or, if it was cancelled, all that have not."""
-
+class Finished:  # one choice has ended, or, if it was cancelled, all that have not
     reason: Literal["stop", "length", "cancelled"]
     choice: int = 0
 
@@ -598,6 +558,7 @@ class Failed:
     error: ApiError
 
 
+Delta = TextDelta | ReasoningDelta | ToolCallDelta
 Event = Accepted | Started | Produced | Finished | Failed
 
 
@@ -610,16 +571,14 @@ Event = Accepted | Started | Produced | Finished | Failed
 MEDIA_PARTS = {
     "image_url": "images", "image": "images", "input_image": "images", "video_url": "videos", "video": "videos",
     "input_video": "videos", "input_audio": "audio", "audio_url": "audio", "audio": "audio", "file": "files",
-    "input_file": "files",
-}
+    "input_file": "files"}
 
 
 def refuse_media(kind: str, where: str) -> ApiError:
-    """The refusal of a content part that is not text."""
-    if kind in MEDIA_PARTS:
-        return ApiError(400, f"{where}: this server takes no {MEDIA_PARTS[kind]} yet, only text.",
-                        "unsupported_content", where)
-    return ApiError(400, f"{where}: content parts of this type are not known; use `text`.", "invalid_value", where)
+    if kind not in MEDIA_PARTS:
+        return invalid_value(where, "content parts of this type are not known; use `text`")
+    return ApiError(400, f"{where}: this server takes no {MEDIA_PARTS[kind]} yet, only text.", "unsupported_content",
+                    where)
 
 
 # ==============================================================================
@@ -731,7 +690,7 @@ class CallReader:
         """What only the region's end tells; `whole` is what it says, where that is known. Nothing, and nothing
         `found`: it held no call."""
         if self.found:
-            rest = "" if self._form.close or self._end is None else self._text[self._end:].strip(" \n,;]}")
+            rest = "" if self._form.close or self._end is None else self._text[self._end:].lstrip(" \n,;]}")
             return [TextDelta(rest)] if rest else []
         deltas: list[Delta] = []
         with contextlib.suppress(*NO_CALL):
@@ -768,8 +727,8 @@ class CallReader:
                 if token == "{" and not (yield from self._call()):
                     return
         head = re.compile(self._form.head or r"(?!)")
-        while len(self._text) - self._at <= CALL_HEAD_CHARACTERS:
-            if found := head.match(self._text, self._at):
+        while (found := head.match(self._text, self._at)) or len(self._text) - self._at <= CALL_HEAD_CHARACTERS:
+            if found:
                 self._at, self.found = found.end(), True
                 yield ToolCallDelta(found[1])
                 yield from self._arguments()
@@ -799,15 +758,20 @@ class CallReader:
                     continue
                 yield from (None for piece in self._value() if piece is None)
                 value = self._text[begin: self._at]
+            try:
+                text = from_json(value) if value[0] == '"' else None
+            except ValueError:  # a bad escape
+                return False
             if key == '"name"':
-                name = from_json(value) if value[0] == '"' else None
+                name = text
             elif key in ('"arguments"', '"parameters"'):
-                arguments = from_json(value) if value[0] == '"' else value
-        self._end, arguments = self._at, None if arguments == "null" else arguments
+                arguments = value if text is None else text
+        arguments = None if arguments == "null" else arguments
         with contextlib.suppress(*NO_CALL):
             if not told and not (arguments is None and self._form.bare):
                 yield _whole_call(name, arguments)
                 self.found = told = True
+        self._end = self._at if told else self._end
         return told
 
     def _token(self) -> Iterator[None]:
@@ -905,11 +869,6 @@ def _region_parser() -> type:
                 events.append({"type": "region_close", "field": self._current, "value": value})
             self._reset_to_implicit()
 
-        def finish(self) -> list[dict[str, Any]]:
-            events: list[dict[str, Any]] = []
-            self._process(events, eos=True)
-            return events
-
     return Regions
 
 
@@ -939,7 +898,9 @@ class PartReader:
 
     def close(self) -> list[Delta]:
         """What the end of the answer tells."""
-        deltas = self._tell(self._parser.finish(), cut=True)
+        events: list[dict[str, Any]] = []
+        self._parser._process(events, eos=True)  # its `finalize` would insist on fields
+        deltas = self._tell(events, cut=True)
         if not self._said and self._aside:
             return [TextDelta(self._aside)]
         return [*deltas, self.part("".join(self._blanks))] if self._blanks else deltas
@@ -1313,8 +1274,7 @@ class Model:
         self._forward_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._decoder = tokenizer.backend_tokenizer
         self._added = self._decoder.get_added_tokens_decoder()
-        specials = [re.escape(t.content) for t in self._added.values() if t.special and t.content]
-        self._specials = re.compile("|".join(sorted(specials, key=len, reverse=True)) or r"(?!)")  # longest first
+        self._specials = re.compile(_any_of(t.content for t in self._added.values() if t.special))
         self._byte_level = "ByteLevel" in repr(self._decoder.decoder)
         self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         self._longest_token = max(map(len, self._decoder.get_vocab()))
@@ -1448,10 +1408,9 @@ class Model:
         messages = chat.messages
         if not self._shows_calls[bool(chat.tools)]:
             messages = _calls_as_text(messages, self._form)
-        if chat.tools and self.tools == "generic":
-            messages = _with_system(messages, _describe_tools(chat.tools))
-        native = chat.tools if self.tools == "native" else ()
-        tools = _for_template([tool.shown for tool in native], mark) or None
+        tools = _for_template([tool.shown for tool in chat.tools], mark) or None
+        if tools and self.tools == "generic":
+            messages, tools = _with_tools(messages, chat.tools), None
         options = _for_template(dict(chat.options), mark)
         has_parts = bool(self._thought or chat.tools or self._own)
         first_refusal: Exception | None = None
@@ -1492,19 +1451,18 @@ class Model:
             return wanted
         for part in [*(_schema_of(tool) for tool in calls), *([wanted] if wanted else [])]:
             self._compiled(part)  # whatever is wrong is told of the part
-        rules, form, spell = ["TEXT: /(?s:.*)/", "SPACE: /\\s*/"], self._form, self._spelled
+        form, spell = self._form, self._spelled
+        rules = ["TEXT: /(?s:.*)/", "SPACE: /\\s*/", f"answer: {_embedded(wanted) if wanted else 'TEXT'}"]
         lead = spell(thought.lead) if thought else ""
         bodies = [f"{lead} answer"] if not chat.must_call else []
-        rules += [f"answer: {_embedded(wanted) if wanted else 'TEXT'}"] if bodies else []
         if calls:
-            one = "(" + " | ".join(f"call_{n}" for n in range(len(calls))) + ")"
-            for n, tool in enumerate(calls):
-                before = form.before.replace("NAME", tool.name)
-                rules.append(f"call_{n}: {spell(before)} {_embedded(_schema_of(tool))} {spell(form.after)}")
+            each = (f"{spell(form.before.replace('NAME', tool.name))} {_embedded(_schema_of(tool))} {spell(form.after)}"
+                    for tool in calls)
+            rules.append(f"call: {' | '.join(each)}")
             apart = not (chat.must_call or wanted or lead)  # calls among free text
             many = chat.many_calls and form.between is not None and not (apart and form.open in form.between)
-            more = f"({spell(form.between)} {one}){{0,{MAX_ENFORCED_CALLS - 1}}}" if many else ""
-            rules.append(f"calls: {spell(form.begin)} {one} {more} {spell(form.end)} {spell(form.close)}")
+            more = f"({spell(form.between)} call){{0,{MAX_ENFORCED_CALLS - 1}}}" if many else ""
+            rules.append(f"calls: {spell(form.begin)} call {more} {spell(form.end)} {spell(form.close)}")
             if apart:
                 bodies = ["(called calls)* TEXT"]
                 rules.append(self._up_to("called", form.open))
@@ -1526,17 +1484,12 @@ class Model:
         spelled = self._spelled(anchor)
         return f"{rule}: TEXT {spelled}" if spelled.startswith("<[") else f"{rule}[suffix={spelled}]: TEXT"
 
-    def _spelled(self, text: str | None) -> str:
+    def _spelled(self, text: str) -> str:
         """`text` for a grammar, in which a control token stands for itself. One that ends the answer is left out."""
-        words = sorted((re.escape(t.content) for t in self._added.values()), key=len, reverse=True)
-        spelled = []
-        for piece in filter(None, re.split(f"({'|'.join(words) or '(?!)'})", text or "")):
-            token = self._decoder.token_to_id(piece)
-            if token in self._added and self._grammar_tokenizer.is_special_token(token):
-                spelled += [f"<[{token}]>"] if token not in self.stop_ids else []
-            else:
-                spelled.append(json.dumps(piece, ensure_ascii=False))
-        return " ".join(spelled)
+        tokens = {t.content: i for i, t in self._added.items() if self._grammar_tokenizer.is_special_token(i)}
+        pieces = re.split(f"({_any_of(tokens)})", text)
+        return " ".join(f"<[{tokens[piece]}]>" if piece in tokens else json.dumps(piece, ensure_ascii=False)
+                        for piece in pieces if piece and tokens.get(piece) not in self.stop_ids)
 
     # -- tokens to logits to tokens ----------------------------------------------------------------------------
     def open(self) -> SequenceState:
@@ -1554,8 +1507,7 @@ class Model:
         size = self._config.vocab_size
         for name, ids in (("logit_bias", [i for i, _ in sampling.logit_bias]), ("stop_token_ids", sampling.stop_ids)):
             if (worst := max(ids, default=0)) >= size:
-                raise ApiError(400, f"{name}: this model has no token {worst}; its ids end at {size - 1}.",
-                               "invalid_value", name)
+                raise invalid_value(name, f"this model has no token {worst}; its ids end at {size - 1}")
 
     @functools.cached_property
     def _grammar_tokenizer(self) -> Any:
@@ -1568,14 +1520,13 @@ class Model:
         from llguidance import LLMatcher, grammar_from
 
         if len(grammar.source) > MAX_GRAMMAR_CHARACTERS:
-            raise ApiError(400, f"{grammar.param}: longer than {MAX_GRAMMAR_CHARACTERS} characters.", "invalid_value",
-                           grammar.param)
+            raise invalid_value(grammar.param, f"longer than {MAX_GRAMMAR_CHARACTERS} characters")
         matcher = LLMatcher(self._grammar_tokenizer, grammar_from(grammar.kind, grammar.source), log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error() or matcher.is_stopped():
             why = matcher.get_error().split("\n")[0] or "it allows no answer"
-            raise ApiError(400, f"{grammar.param}: cannot be enforced: {why[:300]}.", "invalid_value", grammar.param)
+            raise invalid_value(grammar.param, f"cannot be enforced: {why[:300]}")
         return matcher
 
     def follow(self, prompt: Prompt) -> GrammarState | None:
@@ -1671,6 +1622,11 @@ def context_error(context: int, prompt: int | str, budget: int | None = None) ->
                     " or the answer.", "context_length_exceeded", "messages")
 
 
+def _any_of(words: Iterable[str]) -> str:
+    """An expression for any of these words, the longest first."""
+    return "|".join(sorted(map(re.escape, filter(None, words)), key=len, reverse=True)) or r"(?!)"
+
+
 def _beyond(text: str, begin: str) -> str:
     """`text` after what it shares with `begin`."""
     return text[len(os.path.commonprefix([text, begin])):]  # noqa: RUF071 - characters are what is meant
@@ -1706,19 +1662,15 @@ def _calls_as_text(messages: Sequence[Message], form: CallForm) -> list[Message]
     return said
 
 
-def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
-    """`text` at the end of the first system message, or in one of its own."""
-    first, rest = (messages[0], messages[1:]) if messages[0].role == "system" else (Message("system", ""), messages)
-    return [dataclasses.replace(first, content="\n\n".join(filter(None, (first.content, text)))), *rest]
-
-
-def _describe_tools(tools: Sequence[Tool]) -> str:
-    """What a model is told whose template does not know tools."""
+def _with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """The messages for a template that knows no tools: the first system message, or one of its own, tells of them."""
     listed = "\n".join(json.dumps(tool.shown, ensure_ascii=False) for tool in tools)
-    return ("You can call functions to help with the user's request. Their signatures are between <tools> and </tools>:"
+    text = ("You can call functions to help with the user's request. Their signatures are between <tools> and </tools>:"
             f"\n<tools>\n{listed}\n</tools>\n\nTo call a function, write a JSON object with its name and arguments "
             'between <tool_call> and </tool_call>:\n<tool_call>\n{"name": <function-name>, "arguments": '
             "<arguments-object>}\n</tool_call>")
+    first, rest = (messages[0], messages[1:]) if messages[0].role == "system" else (Message("system", ""), messages)
+    return [dataclasses.replace(first, content="\n\n".join(filter(None, (first.content, text)))), *rest]
 
 
 def _schema_of(tool: Tool) -> Grammar:
@@ -1845,19 +1797,6 @@ def _filter_rows(probabilities: torch.Tensor, draws: Sequence[Draw]) -> torch.Te
 # each answer under way and at most one chunk of somebody's prompt, so that a long
 # prompt never stalls the others. Events leave by the job's own `emit`.
 # ==============================================================================
-@dataclass(eq=False, slots=True)
-class Choice:
-    """One of a job's answers: its own tokens, memory and reader. The engine thread owns it."""
-
-    index: int
-    state: SequenceState
-    reader: ReplyReader
-    grammar: GrammarState | None
-    stop_ids: frozenset[int]  # the tokens that end it
-    produced: list[int] = field(default_factory=list)
-    counts: Counter[int] = field(default_factory=Counter)
-
-
 class Job:
     """One generation. The engine thread owns it; others may only set `cancelled`."""
 
@@ -1867,6 +1806,24 @@ class Job:
         self.fed = 0  # prompt tokens that the model has seen
         self.choices: list[Choice] = []  # those under way: one in prefill, all of them from the first token on
         self.cancelled = False
+
+
+class Choice:
+    """One of a job's answers: its own tokens, memory and reader. The engine thread owns it."""
+
+    def __init__(self, job: Job, index: int, model: Model, origin: Choice | None = None) -> None:
+        s = job.sampling
+        self.index, self.state = index, model.fork(origin.state) if origin else model.open()
+        self.reader, self.grammar = model.reader(job.prompt, s.stop), model.follow(job.prompt)
+        self.stop_ids = s.stop_ids if s.ignore_eos else s.stop_ids | model.stop_ids  # the tokens that end it
+        self.produced: list[int] = []
+        self.counts: Counter[int] = Counter()
+
+    def draw(self, job: Job) -> Draw:
+        n = len(self.produced)
+        banned = self.stop_ids if n < job.sampling.min_tokens else frozenset()
+        allowed = self.grammar.allowed() if self.grammar else None
+        return Draw(job.sampling, n, self.index, self.counts, job.prompt_ids, banned, allowed)
 
 
 class Engine:
@@ -1898,11 +1855,9 @@ class Engine:
     def _admit(self) -> bool:
         """Take what came in, drop what was cancelled, fill the free places; sleep while there is nothing to do.
         False: it is time to stop."""
-        idle = not self._running and not self._waiting
         with contextlib.suppress(queue.Empty):
-            while job := self._inbox.get(block=idle):
+            while job := self._inbox.get(block=not self._running and not self._waiting):
                 self._waiting.append(job)
-                idle = False
             return False
         self._running = [job for job in self._running if not job.cancelled]
         self._waiting = deque(job for job in self._waiting if not job.cancelled)
@@ -1915,13 +1870,13 @@ class Engine:
         return True
 
     def _step(self) -> None:
-        plan: list[tuple[Job, Work]] = []
-        failed: Exception | None = None
+        plan: list[tuple[Job, Choice, Work]] = []
+        refusal: ApiError | None = None
         try:
             plan = self._schedule()
-            logits = self._model.forward([work for _, work in plan])
+            logits = self._model.forward([work for _, _, work in plan])
             drawn = self._drawn(plan)
-            draws = [self._draw(job, choice) for job, choice in drawn]
+            draws = [choice.draw(job) for job, choice in drawn]
             tokens = self._model.sample(logits, draws) if draws else []
             asked = any(draw.sampling.top_logprobs is not None for draw in draws)
             logprobs = self._model.logprobs(logits, draws, tokens) if asked else [None] * len(draws)
@@ -1930,70 +1885,57 @@ class Engine:
                     self._advance(job, choice, token, logprob)
         except Exception as error:
             log.exception("engine step failed")
-            failed = error
-        if failed:  # outside the handler: while it runs, the traceback keeps the step's tensors alive
-            refusal, planned = self._model.failure(failed), {job for job, _ in plan} or set(self._running)
+            refusal = self._model.failure(error)
+        if refusal:  # outside the handler: while it runs, the traceback keeps the step's tensors alive
+            planned = {job for job, _, _ in plan} or set(self._running)
             for job in [job for job in self._running if job in planned]:
                 self._fail(job, refusal)
 
-    def _schedule(self) -> list[tuple[Job, Work]]:
+    def _schedule(self) -> list[tuple[Job, Choice, Work]]:
         """One token of each answer under way, and one chunk of the prompt that has waited longest."""
         plan, room = [], self._chunk
         for job in self._running:
             left = len(job.prompt.tokens) - job.fed
             if not left:
-                plan += [(job, Work(choice.state, [choice.produced[-1]], True)) for choice in job.choices]
+                plan += [(job, choice, Work(choice.state, [choice.produced[-1]], True)) for choice in job.choices]
             elif room > 0:
-                job.choices = job.choices or [self._choice(job, 0, self._model.open())]
+                job.choices = job.choices or [Choice(job, 0, self._model)]
                 size = min(left, room) if self._model.prefills_in_pieces else left
                 tokens = job.prompt.tokens[job.fed: job.fed + size]
                 job.fed, room = job.fed + size, room - size
-                plan.append((job, Work(job.choices[0].state, tokens, size == left, job.sampling.choices)))
+                work = Work(job.choices[0].state, tokens, size == left, job.sampling.choices)
+                plan.append((job, job.choices[0], work))
         return plan
 
-    def _choice(self, job: Job, index: int, state: SequenceState) -> Choice:
-        s, model = job.sampling, self._model
-        stop_ids = s.stop_ids if s.ignore_eos else s.stop_ids | model.stop_ids
-        return Choice(index, state, model.reader(job.prompt, s.stop), model.follow(job.prompt), stop_ids)
-
-    def _drawn(self, plan: Sequence[tuple[Job, Work]]) -> list[tuple[Job, Choice]]:
+    def _drawn(self, plan: Sequence[tuple[Job, Choice, Work]]) -> list[tuple[Job, Choice]]:
         """Who gets a token in this step, in the order of the logits; a prompt that is done forks into its choices."""
         drawn = []
-        for job, work in plan:
-            if work.wants_token:
-                if not job.choices[0].produced:
-                    job.choices += [self._choice(job, n, self._model.fork(work.state)) for n in range(1, work.copies)]
-                drawn += [(job, choice) for choice in job.choices if choice.state is work.state or not choice.produced]
+        for job, first, work in plan:
+            if work.wants_token and not first.produced:
+                job.choices += [Choice(job, n, self._model, first) for n in range(1, work.copies)]
+                drawn += [(job, choice) for choice in job.choices]
+            elif work.wants_token:
+                drawn.append((job, first))
         return drawn
-
-    @staticmethod
-    def _draw(job: Job, choice: Choice) -> Draw:
-        n = len(choice.produced)
-        banned = choice.stop_ids if n < job.sampling.min_tokens else frozenset()
-        allowed = choice.grammar.allowed() if choice.grammar else None
-        return Draw(job.sampling, n, choice.index, choice.counts, job.prompt_ids, banned, allowed)
 
     def _advance(self, job: Job, choice: Choice, token: int, logprob: TokenLogprob | None) -> None:
         """Take a choice's next token: show it, and end the choice, and with its last one the job, where it ends."""
         choice.produced.append(token)
         choice.counts[token] += 1
-        deltas, stopped, grammar = (), True, "on"
-        if token in choice.stop_ids:
-            logprob = None
-        else:
-            deltas, stopped = choice.reader.feed(token)
-            grammar = choice.grammar.take(token) if choice.grammar else "on"
+        at_end = token in choice.stop_ids
+        deltas, stopped = ((), True) if at_end else choice.reader.feed(token)
+        grammar = choice.grammar.take(token) if choice.grammar and not at_end else "on"
         if grammar == "broken":
             return self._fail(job, ApiError(500, "The grammar grew beyond what can be followed.", "grammar_failed"))
         stopped = stopped or grammar == "complete"
-        reason = "stop" if stopped else "length" if len(choice.produced) >= job.sampling.max_new_tokens else None
-        deltas += choice.reader.flush() if reason else ()
-        job.emit(Produced(token, deltas, choice.index, logprob, choice.reader.part))
-        if reason:
+        ended = stopped or len(choice.produced) >= job.sampling.max_new_tokens
+        deltas += choice.reader.flush() if ended else ()
+        job.emit(Produced(token, deltas, choice.index, None if at_end else logprob, choice.reader.part))
+        if ended:
             job.choices.remove(choice)
             if not job.choices:
                 self._running.remove(job)
-            job.emit(Finished(reason, choice.index))
+            job.emit(Finished("stop" if stopped else "length", choice.index))
 
     def _fail(self, job: Job, error: ApiError) -> None:
         self._running.remove(job)
@@ -2026,22 +1968,19 @@ RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One server-sent event as sent. `wire` is encoded once, for every reader; `head` is where its id line begins."""
+    """One server-sent event as sent, encoded once for every reader."""
 
     index: int
     wire: bytes
-    head: int
-
-    @property
-    def size(self) -> int:
-        """What it takes in memory, roughly."""
-        return len(self.wire) + FRAME_BYTES
+    head: int  # where its id line begins
+    size: int  # what it takes in memory, roughly
 
 
 def make_frame(session: str, index: int, event: str | None, data: str) -> Frame:
     """Encode a frame. `data` is one line: JSON in ASCII, or `[DONE]`."""
     head = ((f"event: {event}\n" if event else "") + f"data: {data}\n").encode()
-    return Frame(index, head + f"id: {session}:{index}\n\n".encode(), len(head))
+    wire = head + f"id: {session}:{index}\n\n".encode()
+    return Frame(index, wire, len(head), len(wire) + FRAME_BYTES)
 
 
 @dataclass(eq=False, repr=False)
@@ -2067,23 +2006,25 @@ class Session:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def name(self) -> str:
-        """What stands in frame ids: the client's label if it gave one."""
+    def name(self) -> str:  # what stands in frame ids
         return self.label or self.id
 
     @property
-    def count(self) -> int:
-        """Frames that readers may have; the next one gets this index."""
+    def count(self) -> int:  # frames that readers may have; the next one gets this index
         return self.first + len(self.frames)
 
     @property
     def closed(self) -> bool:
         return self.ended is not None
 
-    def publish(self, frames: Sequence[Frame], status: str | None = None, now: float = 0.0) -> None:
-        """Show `frames` to the readers; a `status` ends the session with them."""
+    def publish(self, frames: Sequence[Frame], status: str | None = None, now: float = 0.0,
+                max_frames: float = math.inf, max_bytes: float = math.inf) -> None:
+        """Show `frames` to the readers, and let the oldest go, but never the last. A `status` ends the session."""
         self.frames += frames
         self.bytes += sum(f.size for f in frames)
+        while len(self.frames) > 1 and (len(self.frames) > max_frames or self.bytes > max_bytes):
+            self.bytes -= self.frames.pop(0).size
+            self.first += 1
         if status:
             self.status, self.ended = status, now
         # One event per change: a condition with a timeout can lose a wake-up.
@@ -2097,15 +2038,6 @@ class Session:
 
     async def end(self) -> None:
         await self.until(math.inf)
-
-    def trim(self, max_frames: int, max_bytes: float) -> None:
-        """Let the oldest frames go. The last one stays, whatever its size."""
-        drop = 0
-        while drop < len(self.frames) - 1 and (len(self.frames) - drop > max_frames or self.bytes > max_bytes):
-            self.bytes -= self.frames[drop].size
-            drop += 1
-        del self.frames[:drop]
-        self.first += drop
 
     @property
     def view(self) -> dict[str, Any]:
@@ -2131,19 +2063,14 @@ class SessionStore:
                 "session_id.", "session_exists", "session_id", {"x-should-retry": "false"})
         self._remember(session)
         written = asyncio.Event()
-        insert = "INSERT INTO sessions (id, label, owner, kind, created, status) VALUES (?, ?, ?, ?, ?, ?)"
         row = (session.id, session.label, session.owner, session.kind, session.created, session.status)
-        self._write(session, [(insert, row)], written.set)
+        self._write(session, [("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, NULL, ?)", row)], written.set)
         await written.wait()
-
-    def _disk(self, session: Session) -> SessionLog | None:
-        """Where the session is kept beside memory, if it is."""
-        return self._log if session.stored else None
 
     def _write(self, session: Session, statements: Sequence[Statement], then: Callable[[], None]) -> None:
         """Call `then` once `statements` are on disk; at once, where the session is in memory only."""
-        if disk := self._disk(session):
-            disk.write(session.id, statements, then)
+        if self._log and session.stored:
+            self._log.write(session.id, statements, then)
         else:
             then()
 
@@ -2163,24 +2090,23 @@ class SessionStore:
     async def find(self, ref: str, owner: str) -> Session | None:
         """The session of that id or label, if it is this owner's and has not expired."""
         if self._in_memory(ref, owner) is None:
-            await self._restored("owner = ? AND (id = ? OR label = ?) AND ended IS NOT NULL"
-                                 " ORDER BY created DESC LIMIT 1", owner, ref, ref)
+            await self._restore("owner = ? AND (id = ? OR label = ?) AND ended IS NOT NULL"
+                                " ORDER BY created DESC LIMIT 1", owner, ref, ref)
         return self._in_memory(ref, owner)  # restored, or begun meanwhile
 
     def _in_memory(self, ref: str, owner: str) -> Session | None:
         session = self._by_id.get(ref) or self._by_name.get((owner, ref))
         return None if session is None or session.owner != owner or self._expired(session) else session
 
-    async def _restored(self, where: str, *values: Any) -> list[Session]:
-        """Sessions that only disk knew, from now on in memory too, their frames still on disk. Of those that have no
-        end only `interrupted` may ask: such a row may be out of date when it arrives, and would never end."""
-        rows = await self._log.rows(f"{_ROW} WHERE {where}", values) if self._log else []
-        found = [Session(id, kind, label, owner, created=created, ended=ended, status=status, first=count, made=count)
-                 for id, label, owner, kind, created, ended, status, count in rows if id not in self._by_id]
-        found = [session for session in found if not self._expired(session)]
-        for session in found:
-            self._remember(session)
-        return found
+    async def _restore(self, where: str, *values: Any) -> None:
+        """Know sessions that only disk knew, their frames still on disk. Of those that have no end only `interrupted`
+        may ask: such a row may be out of date when it arrives, and would never end."""
+        query = ("SELECT id, kind, label, owner, TRUE, created, ended, status,"  # in the order of Session's fields
+                 f" (SELECT COALESCE(MAX(idx) + 1, 0) FROM frames WHERE session = id) FROM sessions WHERE {where}")
+        for row in await self._log.rows(query, values) if self._log else []:
+            session = Session(*row, made=row[-1])
+            if session.id not in self._by_id and not self._expired(session):
+                self._remember(session)
 
     def _expired(self, session: Session) -> bool:
         ttl = self._settings.sessions_ttl_seconds if session.stored else UNSTORED_TTL_SECONDS
@@ -2188,44 +2114,43 @@ class SessionStore:
 
     def append(self, session: Session, frames: Sequence[tuple[str | None, str]], tokens: Sequence[int] = (),
                status: str | None = None) -> None:
-        """Number new frames and show them once they are on disk; `tokens` are the ids behind them. A `status` that
-        ends the session closes it with these frames."""
-        made = [make_frame(session.name, session.made + n, event, data) for n, (event, data) in enumerate(frames)]
-        session.made += len(made)
-        now = time.time()
-
-        def publish() -> None:
-            session.publish(made, status, now)
-            session.trim(self._settings.session_buffer_frames, self._settings.session_buffer_mib * 2**20)
-            if status:
-                self._bound_memory()
-
-        insert = "INSERT INTO frames (session, idx, event, data, tokens) VALUES (?, ?, ?, ?, ?)"
-        behind = struct.pack(f"<{len(tokens)}I", *tokens)
-        rows = [(insert, (session.id, made[n].index, event, data, b"" if n else behind))
-                for n, (event, data) in enumerate(frames)]
+        """Number new frames, of `tokens`, and show them once all is on disk. A `status` ends the session with them."""
+        made, rows, now, behind = [], [], time.time(), struct.pack(f"<{len(tokens)}I", *tokens)
+        for event, data in frames:
+            made.append(make_frame(session.name, session.made, event, data))
+            rows.append(("INSERT INTO frames VALUES (?, ?, ?, ?, ?)", (session.id, session.made, event, data, behind)))
+            session.made, behind = session.made + 1, b""
         if status:
             rows.append(("UPDATE sessions SET status = ?, ended = ? WHERE id = ?", (status, now, session.id)))
             if session.asked and session.result:
-                rows.append(("INSERT INTO objects (id, owner, created, asked, result) VALUES (?, ?, ?, ?, ?)",
-                             (session.id, session.owner, now, json.dumps(session.asked), json.dumps(session.result))))
+                rows.append(("INSERT INTO objects VALUES (?, ?, ?, ?, ?)", (
+                    session.id, session.owner, now, json.dumps(session.asked), json.dumps(session.result))))
+
+        def publish() -> None:
+            bounds = self._settings.session_buffer_frames, self._settings.session_buffer_mib * 2**20
+            session.publish(made, status, now, *bounds)
+            if status:
+                self._bound_memory()
+
         self._write(session, rows, publish)
 
-    async def kept(self, id: str, owner: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """What a stored answer was asked, and the answer."""
+    async def kept(self, id: str, owner: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a stored answer was asked, and the answer. Raises ApiError 404 where there is none."""
         session = self._in_memory(id, owner)
         if session and session.id == id and session.closed and session.asked and session.result:
             return session.asked, session.result
         query = "SELECT asked, result FROM objects WHERE id = ? AND owner = ?"
         rows = await self._log.rows(query, (id, owner)) if self._log else []
-        return (json.loads(rows[0][0]), json.loads(rows[0][1])) if rows else None
+        if not rows:
+            raise ApiError(404, "There is no stored answer of that id, or it has expired.", "not_found", "id")
+        return json.loads(rows[0][0]), json.loads(rows[0][1])
 
     def check_position(self, session: Session, after: int) -> None:
         """Refuse an index that no reader can have seen, or one whose successors are gone."""
         if after >= session.count:
             raise ApiError(400, f"Last-Event-ID names frame {after}, but the session has {session.count} so far.",
                            "invalid_last_event_id", "Last-Event-ID")
-        if after + 1 < session.first and not self._disk(session):
+        if after + 1 < session.first and not (self._log and session.stored):
             raise self._events_expired()
 
     @staticmethod
@@ -2237,31 +2162,28 @@ class SessionStore:
         at = after + 1
         while at < session.count or not session.closed:
             await session.until(at + 1)
-            if at < session.first:
-                batch = await self._read_log(session, at)
+            if (here := at - session.first) >= 0:
+                batch = session.frames[here: here + READ_BATCH_FRAMES]
             else:
-                batch = session.frames[at - session.first: at - session.first + READ_BATCH_FRAMES]
+                query = "SELECT idx, event, data FROM frames WHERE session = ? AND idx >= ? ORDER BY idx LIMIT ?"
+                rows = await self._log.rows(query, (session.id, at, READ_BATCH_FRAMES)) if self._log else []
+                if not rows or rows[0][0] != at:
+                    raise self._events_expired()
+                batch = [make_frame(session.name, *row) for row in rows]
             if batch:
                 at = batch[-1].index + 1
                 yield batch
 
-    async def _read_log(self, session: Session, at: int) -> list[Frame]:
-        query = "SELECT idx, event, data FROM frames WHERE session = ? AND idx >= ? ORDER BY idx LIMIT ?"
-        disk = self._disk(session)
-        rows = await disk.rows(query, (session.id, at, READ_BATCH_FRAMES)) if disk else []
-        if not rows or rows[0][0] != at:
-            raise self._events_expired()
-        return [make_frame(session.name, *row) for row in rows]
-
     async def list(self, owner: str) -> list[Session]:
         """Every session of this owner that can be read, newest first."""
-        await self._restored("owner = ? AND ended IS NOT NULL ORDER BY created DESC LIMIT ?", owner, LISTED_SESSIONS)
+        await self._restore("owner = ? AND ended IS NOT NULL ORDER BY created DESC LIMIT ?", owner, LISTED_SESSIONS)
         mine = [s for s in self._by_id.values() if s.owner == owner and not self._expired(s)]
         return sorted(mine, key=lambda s: s.created, reverse=True)[:LISTED_SESSIONS]
 
     async def interrupted(self) -> list[Session]:
         """Sessions that a killed server left unfinished. To be asked once, before the first request."""
-        return await self._restored("ended IS NULL")
+        await self._restore("ended IS NULL")
+        return list(self._by_id.values())
 
     def _bound_memory(self) -> None:
         """Above the bound of all frames, drop finished sessions from memory, the oldest first."""
@@ -2286,35 +2208,20 @@ class SessionStore:
                 ("DELETE FROM sessions WHERE ended < ?", (horizon,))])
 
 
-_ROW = ("SELECT id, label, owner, kind, created, ended, status,"
-        " (SELECT COALESCE(MAX(idx) + 1, 0) FROM frames WHERE session = id) FROM sessions")
-
-
 SCHEMA = """
 PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;
-CREATE TABLE IF NOT EXISTS sessions (
-    id TEXT PRIMARY KEY, label TEXT, owner TEXT NOT NULL, kind TEXT NOT NULL,
-    created REAL NOT NULL, ended REAL, status TEXT NOT NULL
-) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, label TEXT, owner TEXT NOT NULL, kind TEXT NOT NULL,
+    created REAL NOT NULL, ended REAL, status TEXT NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS sessions_by_label ON sessions (owner, label);
 CREATE INDEX IF NOT EXISTS sessions_by_end ON sessions (ended);
-CREATE TABLE IF NOT EXISTS frames (
-    session TEXT NOT NULL, idx INTEGER NOT NULL, event TEXT, data TEXT NOT NULL, tokens BLOB NOT NULL,
-    PRIMARY KEY (session, idx)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS objects (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, created REAL NOT NULL, asked TEXT NOT NULL, result TEXT NOT NULL
-) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS frames (session TEXT NOT NULL, idx INTEGER NOT NULL, event TEXT, data TEXT NOT NULL,
+    tokens BLOB NOT NULL, PRIMARY KEY (session, idx)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS objects (id TEXT PRIMARY KEY, owner TEXT NOT NULL, created REAL NOT NULL,
+    asked TEXT NOT NULL, result TEXT NOT NULL) WITHOUT ROWID;
 """
 SCHEMA_VERSION = 2  # 1 had no objects
 Statement = tuple[str, tuple[Any, ...]]
-
-
-@dataclass(slots=True)
-class _Write:
-    session: str
-    statements: Sequence[Statement]
-    then: Callable[[], None] | None = None
+Write = tuple[str, Sequence[Statement], Callable[[], None] | None]  # whose it is, what to do, whom to tell
 
 
 class SessionLog:
@@ -2322,8 +2229,8 @@ class SessionLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._inbox: queue.SimpleQueue[_Write | Callable[[], None] | None] = queue.SimpleQueue()
-        self._unsaved: list[_Write] = []
+        self._inbox: queue.SimpleQueue[Write | Callable[[], None] | None] = queue.SimpleQueue()
+        self._unsaved: list[tuple[str, Statement]] = []
         self._lost: set[str] = set()  # sessions that would have a hole on disk: nothing of them stays there
         self._retry_at = 0.0
         self.degraded = False  # written by the thread, read by anybody
@@ -2332,36 +2239,42 @@ class SessionLog:
     def start(self) -> None:
         """Open the file and start the thread. Raises SystemExit where the file cannot be used."""
         self._loop = asyncio.get_running_loop()
+        connect = functools.partial(sqlite3.connect, isolation_level=None, check_same_thread=False)
+        lock = Path(f"{self._path}.lock")
         try:
-            self._db, self._lock = self._open()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            lock.touch(mode=0o600)
+            self._lock = connect(lock, timeout=0.5)
+            self._lock.execute("BEGIN EXCLUSIVE")
+            self._path.touch(mode=0o600)
+            self._db = connect(self._path, timeout=0.25)
+            if (found := self._db.execute("PRAGMA user_version").fetchone()[0]) > SCHEMA_VERSION:
+                raise sqlite3.DatabaseError(f"its schema has version {found}, this server writes {SCHEMA_VERSION}")
+            self._db.executescript(f"{SCHEMA} PRAGMA user_version = {SCHEMA_VERSION};")
         except (sqlite3.Error, OSError) as error:
             hint = "another server has it open" if "locked" in str(error) else error
             raise SystemExit(f"SESSIONS_DB_PATH {self._path} cannot be used: {hint}. Choose another file or set "
                              "PERSIST_SESSIONS=0.") from None
         self._thread.start()
 
-    def _open(self) -> tuple[sqlite3.Connection, sqlite3.Connection]:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        options = {"isolation_level": None, "check_same_thread": False}
-        Path(f"{self._path}.lock").touch(mode=0o600)
-        lock = sqlite3.connect(f"{self._path}.lock", timeout=0.5, **options)
-        lock.execute("BEGIN EXCLUSIVE")
-        self._path.touch(mode=0o600)
-        db = sqlite3.connect(self._path, timeout=0.25, **options)
-        found = db.execute("PRAGMA user_version").fetchone()[0]
-        if found > SCHEMA_VERSION:
-            raise sqlite3.DatabaseError(f"its schema has version {found}, this server writes {SCHEMA_VERSION}")
-        db.executescript(f"{SCHEMA} PRAGMA user_version = {SCHEMA_VERSION};")
-        return db, lock
-
     def write(self, session: str, statements: Sequence[Statement], then: Callable[[], None] | None = None) -> None:
         """Commit `statements`, then call `then` on the loop; in the order of the calls."""
-        self._inbox.put(_Write(session, statements, then))
+        self._inbox.put((session, statements, then))
 
     async def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         """The rows of `query`, after every write that was asked for before it. Raises ApiError 503 on a fault."""
         answer: Future[list[tuple[Any, ...]]] = Future()
-        self._inbox.put(functools.partial(self._read, query, values, answer))
+
+        def read() -> None:
+            if answer.set_running_or_notify_cancel():  # else who asked has left
+                try:
+                    answer.set_result(self._db.execute(query, values).fetchall())
+                except sqlite3.Error as fault:
+                    log.warning("session storage cannot be read: %s", fault)
+                    answer.set_exception(ApiError(503, "Session storage cannot be read just now.",
+                                                  "storage_unavailable", headers={"retry-after": "2"}))
+
+        self._inbox.put(read)
         return await asyncio.wrap_future(answer)
 
     def stop(self) -> None:
@@ -2375,183 +2288,228 @@ class SessionLog:
             tasks = []
             with contextlib.suppress(queue.Empty):  # wake up to try again what could not be saved
                 tasks.append(self._inbox.get(timeout=RETRY_SECONDS if self._unsaved else None))
-                while len(tasks) < 4096:
-                    tasks.append(self._inbox.get_nowait())
+                tasks += [self._inbox.get() for _ in range(min(self._inbox.qsize(), 4096))]
             if stopping := None in tasks:
                 self._retry_at = 0.0
-            self._commit([t for t in tasks if isinstance(t, _Write)])
+            self._commit([task for task in tasks if isinstance(task, tuple)])
             for read in filter(callable, tasks):
                 read()
         self._db.close()
         self._lock.close()
 
-    def _commit(self, writes: list[_Write]) -> None:
+    def _commit(self, writes: Sequence[Write]) -> None:
         """Commit everything that waits in one go; after a fault, show it all the same and try again later."""
-        self._unsaved += [w for w in writes if w.session not in self._lost]
+        self._unsaved += [(session, statement) for session, statements, _ in writes if session not in self._lost
+                          for statement in statements]
         if self._unsaved and time.monotonic() >= self._retry_at:
-            self._save()
-        if done := [w.then for w in writes if w.then]:
+            try:
+                if not self._path.exists():
+                    raise sqlite3.OperationalError("the file is gone")
+                with self._db:  # commits, or rolls back
+                    self._db.execute("BEGIN IMMEDIATE")
+                    for _, statement in self._unsaved:
+                        self._db.execute(*statement)
+                self._unsaved.clear()
+                if self.degraded:
+                    log.warning("session storage works again")
+                self.degraded = False
+            except sqlite3.Error as error:
+                self._give_up(error)
+        if done := [then for _, _, then in writes if then]:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
                 self._loop.call_soon_threadsafe(lambda: [then() for then in done])
-
-    def _save(self) -> None:
-        try:
-            if not self._path.exists():
-                raise sqlite3.OperationalError("the file is gone")
-            with self._db:  # commits, or rolls back
-                self._db.execute("BEGIN IMMEDIATE")
-                for write in self._unsaved:
-                    for statement in write.statements:
-                        self._db.execute(*statement)
-        except sqlite3.Error as error:
-            return self._give_up(error)
-        self._unsaved.clear()
-        if self.degraded:
-            log.warning("session storage works again")
-        self.degraded = False
 
     def _give_up(self, error: sqlite3.Error) -> None:
         if not self.degraded:
             log.warning("session storage fails (%s): streams go on, what they send is not on disk yet", error)
         self.degraded, self._retry_at = True, time.monotonic() + RETRY_SECONDS
         if len(self._unsaved) > MAX_UNSAVED_WRITES:
-            dropped = {w.session for w in self._unsaved if w.session}
-            self._lost |= dropped
-            removals = [_Write("", [("DELETE FROM frames WHERE session = ?", (session,)),
-                                    ("DELETE FROM sessions WHERE id = ?", (session,))]) for session in dropped]
-            self._unsaved = [w for w in self._unsaved if not w.session] + removals
-
-    def _read(self, query: str, values: tuple[Any, ...], answer: Future[list[tuple[Any, ...]]]) -> None:
-        if not answer.set_running_or_notify_cancel():
-            return  # who asked has left
-        try:
-            answer.set_result(self._db.execute(query, values).fetchall())
-        except sqlite3.Error as fault:
-            log.warning("session storage cannot be read: %s", fault)
-            answer.set_exception(ApiError(503, "Session storage cannot be read just now.", "storage_unavailable",
-                                          headers={"retry-after": "2"}))
+            self._lost |= {session for session, _ in self._unsaved} - {""}
+            self._unsaved = [("", (f"DELETE FROM {rows} = ?", (session,))) for session in self._lost
+                             for rows in ("frames WHERE session", "sessions WHERE id")]
 
 
 # ==============================================================================
 # 9. ADAPTERS
 #
 # One per protocol, and pure: request -> values, events -> frames, events -> final
-# object. A frame depends on tokens alone, never on timing; ids and `created` are
-# drawn once. JSON is written in ASCII: no reader's idea of a line end can cut it.
+# object; before them what they share. A frame depends on tokens alone, never on
+# timing; ids and `created` are drawn once. JSON is written in ASCII: no reader's
+# idea of a line end can cut it.
 # ==============================================================================
 FrameText = tuple[str | None, str]  # the event's name, where the protocol has one, and its data
-DONE: FrameText = (None, "[DONE]")
 
 
-def _data(value: Mapping[str, Any]) -> FrameText:
-    return None, json.dumps(value, separators=(",", ":"))
+def as_frame(value: Mapping[str, Any], event: str | None = None) -> FrameText:
+    return event, json.dumps(value, separators=(",", ":"))
 
 
-class Reply(Protocol):
-    """Folds one generation's events into a protocol's frames and final object."""
-
-    def frames(self, event: Event) -> list[FrameText]: ...
-    def result(self) -> dict[str, Any]: ...
-    @property
-    def is_done(self) -> bool: ...
+def unknown_model(name: str, settings: Settings) -> ApiError:
+    return ApiError(404, f"The model `{name[:128]}` does not exist here; this server has `{settings.served_id}`.",
+                    "model_not_found", "model")
 
 
-def chat_values(body: ChatRequest) -> Chat:
-    """What is asked, as values: `developer` is `system`, text parts are joined, arguments are parsed."""
-    named: dict[str, str] = {}  # the functions' names by their calls' ids, which some templates want with the answer
-    messages = tuple(_chat_message(message, f"messages[{n}]", named) for n, message in enumerate(body.messages))
+def shared_sampling(body: AnswerRequest, settings: Settings, **own: Any) -> Sampling:
+    """How to answer; the operator's temperature and a drawn seed fill gaps. `own` is what a protocol spells itself."""
+    alike = {f.name for f in dataclasses.fields(Sampling)} & AnswerRequest.model_fields.keys()
+    given = {"temperature": settings.temperature, "seed": secrets.randbits(63)}
+    given |= body.model_dump(exclude_none=True, include=alike)
+    return Sampling(**given | own | {
+        "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        "stop_ids": frozenset(body.stop_token_ids or ()),
+        "logit_bias": tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items())})
+
+
+def template_options(body: AnswerRequest, effort: str | None) -> dict[str, Any]:
+    """What the template is told besides. How hard to think is said in three ways: each template knows one, if any."""
     options = body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs else {}
-    tools = {} if body.tool_choice == "none" else chat_tools(body)
-    return Chat(messages, grammar=chat_grammar(body), options=_effort(body.reasoning_effort) | options,
-                continues=_continues(body, messages[-1]), **tools)
-
-
-def _continues(body: ChatRequest, last: Message) -> bool:
-    """Whether the last message is the beginning of the answer: where it can be, unless the client says otherwise."""
-    can = last.role == "assistant" and not last.tool_calls and bool(last.content.strip())
-    wanted, header = body.continue_final_message, body.add_generation_prompt
-    if wanted is not None and header is wanted:
-        raise invalid_value("add_generation_prompt", "it says the contrary of `continue_final_message`")
-    wanted = wanted if header is None else not header
-    if wanted and not can:
-        raise invalid_value("continue_final_message" if header is None else "add_generation_prompt",
-                            "the last message must be text of the assistant's")
-    return can if wanted is None else wanted
-
-
-def _effort(effort: str | None) -> dict[str, Any]:
-    """How hard to think, as templates ask for it: each knows one of these, if any."""
     if effort is None:
-        return {}
-    return {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"}
+        return options
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"} | options
 
 
-def chat_tools(body: ChatRequest) -> dict[str, Any]:
-    """The tools that may be called, and whether and how often they must be; by the fields' names in `Chat`."""
-    tools = {}
-    for n, tool in enumerate(body.tools or []):
-        function, where = tool.function, f"tools[{n}].function"
+def asked_tools(functions: Mapping[str, ToolFunction], choice: ToolChoice | str | None,
+                parallel: bool | None) -> tuple[tuple[Tool, ...], bool, bool]:
+    """The tools that may be called of `functions`, by their places; whether one must be, and whether several may."""
+    if choice == "none":
+        return (), False, True
+    tools: dict[str, Tool] = {}
+    for where, function in functions.items():
         if function.name in tools:
             raise invalid_value(f"{where}.name", f"there are two functions `{function.name}`")
         schema = function.parameters or {"type": "object", "properties": {}}
         shown = {"name": function.name, "description": function.description or "", "parameters": schema}
         shown = {"type": "function", "function": shown}
         tools[function.name] = Tool(function.name, schema, bool(function.strict), shown, f"{where}.parameters")
-    choice, wanted, must = body.tool_choice, list(tools), body.tool_choice == "required"
-    many = body.parallel_tool_calls is not False
+    wanted, must, many = list(tools), choice == "required", parallel is not False
     if isinstance(choice, ToolChoice):
         other = "allowed_tools" if choice.type == "function" else "function"
         if getattr(choice, choice.type) is None:
             raise invalid_value(f"tool_choice.{choice.type}", "missing")
         if getattr(choice, other) is not None:
             raise invalid_value(f"tool_choice.{other}", f"not for the type `{choice.type}`")
-        named = [choice] if choice.type == "function" else choice.allowed_tools.tools
-        wanted, must = [tool.function.name for tool in named], choice.type == "function"
-        many, must = many and not must, must or choice.allowed_tools.mode == "required"
+        if choice.function:
+            wanted, must, many = [choice.function.name], True, False
+        else:
+            wanted = [tool.function.name for tool in choice.allowed_tools.tools]
+            must = choice.allowed_tools.mode == "required"
     if must and not wanted:
         raise invalid_value("tool_choice", "there are no `tools` to choose from")
     if missing := [name for name in wanted if name not in tools]:
         raise invalid_value("tool_choice", f"`tools` has no function `{missing[0]}`")
-    return {"tools": tuple(tools[name] for name in dict.fromkeys(wanted)), "must_call": must, "many_calls": many}
+    return tuple(tools[name] for name in dict.fromkeys(wanted)), must, many
 
 
-def _chat_message(message: ChatMessage, where: str, named: dict[str, str]) -> Message:
-    if message.tool_calls and message.role != "assistant":
-        raise ApiError(400, f"{where}: only the assistant calls tools.", "invalid_value", f"{where}.tool_calls")
-    if message.role == "tool" and message.tool_call_id is None:
-        raise ApiError(400, f"{where}: a tool's answer needs `tool_call_id`.", "invalid_value", f"{where}.tool_call_id")
-    silent = message.role == "assistant" and (message.tool_calls or message.reasoning_content or message.reasoning)
-    if message.content is None and not silent:
-        raise ApiError(400, f"{where}: `content` is missing.", "invalid_value", f"{where}.content")
-    calls = tuple(_tool_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(message.tool_calls or []))
-    named.update((call["id"], call["function"]["name"]) for call in calls)
-    role = "system" if message.role == "developer" else message.role
-    name = message.name or named.get(message.tool_call_id or "")
-    return Message(role, _chat_text(message.content, f"{where}.content"), name, calls, message.tool_call_id,
-                   message.reasoning_content or message.reasoning or None)
+def function_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _chat_text(content: str | list[ContentPart] | None, where: str) -> str:
-    if not isinstance(content, list):
-        return content or ""
-    texts = []
-    for n, part in enumerate(content):
+def joined_text(content: str | list[ContentPart] | None, where: str) -> str:
+    parts = content if isinstance(content, list) else []
+    for n, part in enumerate(parts):
         if part.type not in ("text", "refusal"):
             raise refuse_media(part.type, f"{where}[{n}]")
-        if (text := getattr(part, part.type)) is None:
+        if getattr(part, part.type) is None:
             raise invalid_value(f"{where}[{n}].{part.type}", "missing")
-        texts.append(text)
-    return "\n".join(texts)
+    return "\n".join(getattr(part, part.type) for part in parts) if parts else content or ""
 
 
-def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
-    arguments = parse_json(call.function.arguments or "{}", f"{where}.function.arguments")
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+def structured_grammar(wanted: StructuredOutputs) -> Grammar:
+    param, choices = "structured_outputs", wanted.choice
+    if [wanted.json_, wanted.regex, choices, wanted.grammar].count(None) != 3:
+        raise invalid_value(param, "give exactly one of json, regex, choice and grammar")
+    if wanted.json_ is not None:
+        return json_grammar(wanted.json_, param)
+    if wanted.regex is not None:
+        return Grammar("regex", wanted.regex, param)
+    rule = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices or ())
+    return Grammar("lark", f"start: {rule}" if choices else wanted.grammar, param)
 
 
-def unknown_model(name: str, settings: Settings) -> ApiError:
-    return ApiError(404, f"The model `{name[:128]}` does not exist here; this server has `{settings.served_id}`.",
-                    "model_not_found", "model")
+def json_grammar(schema: dict[str, Any] | str, param: str) -> Grammar:
+    """A schema as a grammar. White space is fixed: with a free hand a small model pads for ever."""
+    schema = parse_json(schema, param) if isinstance(schema, str) else schema
+    if not isinstance(schema, dict):
+        raise invalid_value(param, "a JSON Schema is an object")
+    return Grammar("json", json.dumps(schema | {"x-guidance": {"whitespace_flexible": False}}), param)
+
+
+def logprob_list(items: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    def entry(item: TokenLogprob) -> dict[str, Any]:
+        return {"token": item.text, "bytes": list(item.bytes), "logprob": item.logprob}
+
+    return [entry(item) | {"top_logprobs": [entry(other) for other in item.top]} for item in items]
+
+
+@dataclass(slots=True)
+class Said:  # by one choice so far
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[tuple[str, list[str]]] = field(default_factory=list)  # each a name and the pieces of its arguments
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the text
+    unshown: list[TokenLogprob] = field(default_factory=list)  # of tokens whose text is still held back
+    reason: str | None = None
+
+    def take(self, event: Produced) -> Iterator[tuple[Delta, list[TokenLogprob]]]:
+        """What a token made visible, one thing after the other, and the logprobs that go with it."""
+        if event.part is not TextDelta:
+            self.unshown.clear()  # logprobs are those of the content
+        elif event.logprob:
+            self.unshown.append(event.logprob)
+        for delta in event.deltas:
+            shown: list[TokenLogprob] = []
+            match delta:
+                case TextDelta(text):
+                    self.text.append(text)
+                    shown, self.unshown = self.unshown, shown
+                    self.logprobs += shown
+                case ReasoningDelta(text):
+                    self.reasoning.append(text)
+                case ToolCallDelta(None, arguments):
+                    self.calls[-1][1].append(arguments)
+                case ToolCallDelta(name, arguments):
+                    self.calls.append((name, [arguments]))
+            yield delta, shown
+
+
+class Reply:
+    """Folds events into frames and a final object. How they look is a protocol's: `begin`, `show`, `end`, `result`."""
+
+    def __init__(self, id: str, model: str, choices: int = 1) -> None:
+        self.id, self.model, self.created = id, model, int(time.time())
+        self.choices = [Said() for _ in range(choices)]
+        self.prompt_tokens = self.completion_tokens = self.reasoning_tokens = 0
+
+    @property
+    def is_done(self) -> bool:
+        return all(said.reason for said in self.choices)
+
+    def frames(self, event: Event) -> list[FrameText]:
+        match event:
+            case Accepted(prompt_tokens):
+                self.prompt_tokens = prompt_tokens
+                return self.begin()
+            case Produced(choice=n):
+                self.completion_tokens += 1
+                self.reasoning_tokens += event.part is ReasoningDelta
+                return [frame for seen in self.choices[n].take(event) for frame in self.show(n, *seen)]
+            case Finished(reason, n):
+                ended = [n] if reason != "cancelled" else [n for n, said in enumerate(self.choices) if not said.reason]
+                for said in (self.choices[n] for n in ended):
+                    said.reason = "tool_calls" if reason == "stop" and said.calls else reason
+                return self.end(ended)
+            case Failed(error):
+                return ERROR_FRAMES[self.kind](error)
+        return []
+
+    def call(self, n: int, at: int, name: str, arguments: str) -> dict[str, Any]:
+        identity = hashlib.blake2b(f"{self.id}:{n}:{at}".encode(), digest_size=12).hexdigest()
+        return function_call(f"call_{identity}", name, arguments)
+
+
+# -- Chat Completions ------------------------------------------------------------------------------------------
+DONE: FrameText = (None, "[DONE]")
+REASONING = ("reasoning_content", "reasoning")  # clients differ in where they look for it
 
 
 def check_chat(body: ChatRequest, settings: Settings) -> None:
@@ -2561,22 +2519,53 @@ def check_chat(body: ChatRequest, settings: Settings) -> None:
     if body.top_logprobs and not body.logprobs:
         raise invalid_value("top_logprobs", "set `logprobs` to true with it")
     if body.stream_options and not body.stream:
-        raise ApiError(400, "`stream_options` is only for streams: set `stream` to true.", "invalid_value",
-                       "stream_options")
+        raise invalid_value("stream_options", "set `stream` to true", "`stream_options` is only for streams")
+
+
+def chat_values(body: ChatRequest) -> Chat:
+    """What is asked, as values: `developer` is `system`, text parts are joined, arguments are parsed."""
+    named: dict[str, str] = {}  # the functions' names by their calls' ids, which some templates want with the answer
+    messages = tuple(_chat_message(message, f"messages[{n}]", named) for n, message in enumerate(body.messages))
+    functions = {f"tools[{n}].function": tool.function for n, tool in enumerate(body.tools or [])}
+    return Chat(messages, *asked_tools(functions, body.tool_choice, body.parallel_tool_calls), chat_grammar(body),
+                template_options(body, body.reasoning_effort), _continues(body, messages[-1]))
+
+
+def _chat_message(message: ChatMessage, where: str, named: dict[str, str]) -> Message:
+    speaks, reasoning = message.role == "assistant", message.reasoning_content or message.reasoning or None
+    if message.tool_calls and not speaks:
+        raise invalid_value(f"{where}.tool_calls", "only the assistant calls tools", where)
+    if message.role == "tool" and message.tool_call_id is None:
+        raise invalid_value(f"{where}.tool_call_id", "a tool's answer needs `tool_call_id`", where)
+    if message.content is None and not (speaks and (message.tool_calls or reasoning)):
+        raise invalid_value(f"{where}.content", "`content` is missing", where)
+    calls = []
+    for n, call in enumerate(message.tool_calls or []):
+        arguments = parse_json(call.function.arguments or "{}", f"{where}.tool_calls[{n}].function.arguments")
+        calls.append(function_call(call.id, call.function.name, arguments))
+        named[call.id] = call.function.name
+    return Message("system" if message.role == "developer" else message.role,
+                   joined_text(message.content, f"{where}.content"), message.name or named.get(message.tool_call_id),
+                   tuple(calls), message.tool_call_id, reasoning)
+
+
+def _continues(body: ChatRequest, last: Message) -> bool:
+    """Whether the last message is the beginning of the answer: where it can be, unless the client says otherwise."""
+    can = last.role == "assistant" and not last.tool_calls and bool(last.content.strip())
+    wanted, param = body.continue_final_message, "continue_final_message"
+    if body.add_generation_prompt is not None:
+        if wanted is body.add_generation_prompt:
+            raise invalid_value("add_generation_prompt", "it says the contrary of `continue_final_message`")
+        wanted, param = not body.add_generation_prompt, "add_generation_prompt"
+    if wanted and not can:
+        raise invalid_value(param, "the last message must be text of the assistant's")
+    return can if wanted is None else wanted
 
 
 def chat_sampling(body: ChatRequest, settings: Settings) -> Sampling:
-    """How to answer, with the operator's temperature where the client gave none; a seed is drawn if none is given."""
-    given = body.model_dump(exclude_none=True, include={
-        "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "frequency_penalty", "presence_penalty",
-        "ignore_eos", "min_tokens"})
-    return Sampling(
-        **{"temperature": settings.temperature, "seed": secrets.randbits(63)} | given, choices=body.n or 1,
-        max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-        stop_ids=frozenset(body.stop_token_ids or ()),
-        logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items()),
-        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    return shared_sampling(
+        body, settings, choices=body.n or 1, top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens)
 
 
 def chat_grammar(body: ChatRequest) -> Grammar | None:
@@ -2592,216 +2581,104 @@ def chat_grammar(body: ChatRequest) -> Grammar | None:
     return json_grammar(schema or {"type": "object"}, "response_format")
 
 
-def structured_grammar(wanted: StructuredOutputs) -> Grammar:
-    param, fields = "structured_outputs", [(name, getattr(wanted, name)) for name in StructuredOutputs.model_fields]
-    given = [(name, value) for name, value in fields if value is not None]
-    if len(given) != 1:
-        raise invalid_value(param, "give exactly one of json, regex, choice and grammar")
-    match given[0]:
-        case "json_", schema:
-            return json_grammar(schema, param)
-        case "regex", expression:
-            return Grammar("regex", expression, param)
-        case "choice", choices:
-            rule = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-            return Grammar("lark", f"start: {rule}", param)
-        case _, rules:
-            return Grammar("lark", rules, param)
-
-
-def json_grammar(schema: dict[str, Any] | str, param: str) -> Grammar:
-    """A schema as a grammar. White space is fixed: with a free hand a small model pads for ever."""
-    schema = parse_json(schema, param) if isinstance(schema, str) else schema
-    if not isinstance(schema, dict):
-        raise invalid_value(param, "a JSON Schema is an object")
-    return Grammar("json", json.dumps(schema | {"x-guidance": {"whitespace_flexible": False}}), param)
-
-
-@dataclass(slots=True)
-class _ChatChoice:  # what one choice of a chat answer has said so far
-    text: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[tuple[str, list[str]]] = field(default_factory=list)  # each a name and the pieces of its arguments
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    unshown: list[TokenLogprob] = field(default_factory=list)  # of tokens whose text is still held back
-    reason: str | None = None
-
-
-class ChatReply:
+class ChatReply(Reply):
     """Chat Completions: a role chunk, a chunk per token that shows text, a finish chunk, usage if asked, `[DONE]`."""
 
     kind = "chat"
 
     def __init__(self, id: str, model: str, body: ChatRequest) -> None:
-        self._id, self._model, self._created = id, model, int(time.time())
+        super().__init__(id, model, body.n or 1)
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._logprobs = bool(body.logprobs)
         self._tier = {"service_tier": "default"} if body.service_tier else {}
-        self._choices = [_ChatChoice() for _ in range(body.n or 1)]
-        self._prompt_tokens = self._completion_tokens = self._reasoning_tokens = 0
 
-    def frames(self, event: Event) -> list[FrameText]:
-        match event:
-            case Accepted(prompt_tokens):
-                self._prompt_tokens = prompt_tokens
-                role = {"role": "assistant", "content": "", "refusal": None}
-                return [self._chunk(n, role) for n in range(len(self._choices))]
-            case Produced():
-                return self._produced(event)
-            case Finished(reason, choice):
-                ended = [choice] if reason != "cancelled" else [n for n, c in enumerate(self._choices) if not c.reason]
-                for n in ended:
-                    called = reason == "stop" and self._choices[n].calls
-                    self._choices[n].reason = "tool_calls" if called else reason
-                frames = [self._chunk(n, {}, self._choices[n].reason) for n in ended]
-                if self.is_done and self._include_usage:
-                    frames.append(_data(self._object("chat.completion.chunk", [], usage=self._usage())))
-                return [*frames, DONE] if self.is_done else frames
-            case Failed(error):
-                return chat_error_frames(error)
-        return []
+    def begin(self) -> list[FrameText]:
+        return [self._chunk(n, {"role": "assistant", "content": "", "refusal": None}) for n in range(len(self.choices))]
 
-    @property
-    def is_done(self) -> bool:
-        return all(choice.reason for choice in self._choices)
-
-    def result(self) -> dict[str, Any]:
-        choices = [{
-            "index": n, "message": self._message(n), "finish_reason": choice.reason,
-            "logprobs": _chat_logprobs(choice.logprobs) if self._logprobs else None,
-        } for n, choice in enumerate(self._choices)]
-        return self._object("chat.completion", choices, usage=self._usage())
-
-    def _message(self, n: int) -> dict[str, Any]:
-        choice = self._choices[n]
-        message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
-        if choice.reasoning:
-            message |= _reasoning("".join(choice.reasoning))
-        if choice.calls:
-            message["content"] = message["content"] or None
-            message["tool_calls"] = [
-                {"id": self._call_id(n, at), "type": "function",
-                 "function": {"name": name, "arguments": "".join(pieces)}}
-                for at, (name, pieces) in enumerate(choice.calls)]
-        return message
-
-    def _call_id(self, n: int, at: int) -> str:
-        return "call_" + hashlib.blake2b(f"{self._id}:{n}:{at}".encode(), digest_size=12).hexdigest()
-
-    def _produced(self, event: Produced) -> list[FrameText]:
-        """A chunk for each thing that the token made visible."""
-        choice = self._choices[event.choice]
-        self._completion_tokens += 1
-        self._reasoning_tokens += event.part is ReasoningDelta
-        if event.part is not TextDelta:
-            choice.unshown.clear()  # logprobs are those of the content
-        elif event.logprob:
-            choice.unshown.append(event.logprob)
-        return [self._delta(event.choice, choice, delta) for delta in event.deltas]
-
-    def _delta(self, n: int, choice: _ChatChoice, delta: Delta) -> FrameText:
+    def show(self, n: int, delta: Delta, logprobs: Sequence[TokenLogprob]) -> list[FrameText]:
         match delta:
             case TextDelta(text):
-                shown, choice.unshown = choice.unshown, []
-                choice.text.append(text)
-                choice.logprobs += shown
-                return self._chunk(n, {"content": text}, logprobs=shown)
+                said = {"content": text}
             case ReasoningDelta(text):
-                choice.reasoning.append(text)
-                return self._chunk(n, _reasoning(text))
-            case ToolCallDelta(None, arguments):
-                choice.calls[-1][1].append(arguments)
-                call = {"index": len(choice.calls) - 1, "function": {"arguments": arguments}}
+                said = dict.fromkeys(REASONING, text)
             case ToolCallDelta(name, arguments):
-                choice.calls.append((name, [arguments]))
-                at = len(choice.calls) - 1
-                call = {"index": at, "id": self._call_id(n, at), "type": "function",
-                        "function": {"name": name, "arguments": arguments}}
-        return self._chunk(n, {"tool_calls": [call]})
+                at = len(self.choices[n].calls) - 1
+                call = {"function": {"arguments": arguments}} if name is None else self.call(n, at, name, arguments)
+                said = {"tool_calls": [{"index": at} | call]}
+        return [self._chunk(n, said, logprobs=logprobs)]
+
+    def end(self, ended: Sequence[int]) -> list[FrameText]:
+        frames = [self._chunk(n, {}, self.choices[n].reason) for n in ended]
+        if self.is_done and self._include_usage:
+            frames.append(as_frame(self._object("chat.completion.chunk", [], usage=self._usage())))
+        return [*frames, DONE] if self.is_done else frames
+
+    def result(self) -> dict[str, Any]:
+        choices = [{"index": n, "message": self._message(n, said), "finish_reason": said.reason,
+                    "logprobs": {"content": logprob_list(said.logprobs), "refusal": None} if self._logprobs else None}
+                   for n, said in enumerate(self.choices)]
+        return self._object("chat.completion", choices, usage=self._usage())
+
+    def _message(self, n: int, said: Said) -> dict[str, Any]:
+        message = {"role": "assistant", "content": "".join(said.text), "refusal": None}
+        if said.reasoning:
+            message |= dict.fromkeys(REASONING, "".join(said.reasoning))
+        if said.calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [self.call(n, at, name, "".join(pieces))
+                                     for at, (name, pieces) in enumerate(said.calls)]
+        return message
 
     def _chunk(self, n: int, delta: dict[str, Any], reason: str | None = None,
                logprobs: Sequence[TokenLogprob] = ()) -> FrameText:
-        choice = {"index": n, "delta": delta, "logprobs": _chat_logprobs(logprobs) if logprobs else None,
-                  "finish_reason": reason}
+        shown = {"content": logprob_list(logprobs), "refusal": None} if logprobs else None
+        choice = {"index": n, "delta": delta, "logprobs": shown, "finish_reason": reason}
         usage = {"usage": None} if self._include_usage else {}
-        return _data(self._object("chat.completion.chunk", [choice], **usage))
+        return as_frame(self._object("chat.completion.chunk", [choice], **usage))
 
     def _object(self, kind: str, choices: list[dict[str, Any]], **usage: Any) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices,
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices,
                 **self._tier, **usage}
 
     def _usage(self) -> dict[str, Any]:
-        asked, made = self._prompt_tokens, self._completion_tokens
+        asked, made = self.prompt_tokens, self.completion_tokens
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made,
                 "prompt_tokens_details": {"cached_tokens": 0},
-                "completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens}}
+                "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
 
 
-def _reasoning(text: str) -> dict[str, str]:
-    """Clients differ in where they look for it."""
-    return {"reasoning_content": text, "reasoning": text}
-
-
-def _chat_logprobs(items: Sequence[TokenLogprob]) -> dict[str, Any]:
-    def entry(item: TokenLogprob) -> dict[str, Any]:
-        return {"token": item.text, "bytes": list(item.bytes), "logprob": item.logprob}
-
-    return {"content": [entry(i) | {"top_logprobs": [entry(t) for t in i.top]} for i in items], "refusal": None}
-
-
-def chat_error_frames(error: ApiError) -> list[FrameText]:
-    """How a chat stream that has begun ends when it fails."""
-    return [_data(error.body), DONE]
-
-
-ERROR_FRAMES: dict[str, Callable[[ApiError], list[FrameText]]] = {ChatReply.kind: chat_error_frames}
+# How a stream that has begun ends when it fails, by its session's kind.
+ERROR_FRAMES: dict[str, Callable[[ApiError], list[FrameText]]] = {
+    ChatReply.kind: lambda error: [as_frame(error.body), DONE]}
 
 
 # ==============================================================================
 # 10. SERVER
 #
-# Owns the model, the engine, the sessions and the tasks that join them. Everything
-# here runs on the event loop. A generation lives in its producer task: the one
-# consumer of its events, whether they come from the engine, from admission or from
-# somebody who cancels. Readers come and go and are only counted.
+# Owns the model, the engine, the sessions and what joins them. Everything here runs
+# on the event loop. A generation's events, from the engine, from admission or from
+# somebody who cancels, all pass through `_produce`. Readers are only counted.
 # ==============================================================================
 Load = Callable[[Settings, Report], Model]
 
 
+@dataclass(eq=False)
 class Generation:
-    """One answer on its way: its session, its protocol's fold, and the queue that all its events pass through."""
+    """One answer on its way: its session, its protocol's fold, and how to stop what works for it."""
 
-    def __init__(self, session: Session, reply: Reply, announced: bool) -> None:
-        self.session, self.reply = session, reply
-        self.announced = announced  # the headers are out: a refusal can only be a frame
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self.admission: asyncio.Task[None] | None = None
-        self.job: Job | None = None
-        self.ending = False
-        self.left_at: float | None = None  # when the last reader left, while nobody reads
-        self.timer: asyncio.TimerHandle | None = None
-
-    def end(self, event: Finished | Failed) -> None:
-        """Stop here: the engine drops the job at its next step, and `event` is the last."""
-        if not self.ending:
-            self.ending = True
-            self.stop_work()
-            self.events.put_nowait(event)
-
-    def stop_work(self) -> None:
-        for handle in (self.admission, self.timer):
-            if handle:
-                handle.cancel()
-        if self.job:
-            self.job.cancelled = True
+    session: Session
+    reply: Reply
+    announced: bool = False  # the headers are out: a refusal can only be a frame
+    tokens: list[int] = field(default_factory=list)  # those behind the next frame
+    stop_work: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    grace: asyncio.TimerHandle | None = None  # runs since the last reader left, while nobody reads
 
 
 class Server:
     """All mutable state of the process. Made when the app starts, on the event loop, which owns it."""
 
     def __init__(self, settings: Settings, load: Load) -> None:
-        self.settings, self._load = settings, load
-        self.started = time.time()
+        self.settings, self._load, self.started = settings, load, time.time()
         self.log = SessionLog(settings.sessions_db_path) if settings.persist_sessions else None
         self.store = SessionStore(settings, self.log)
         self.model_status = "not_loaded"
@@ -2811,7 +2688,6 @@ class Server:
         self._engine: Engine | None = None
         self._loading: asyncio.Future[Model] | None = None
         self._generations: dict[str, Generation] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
         self._pool = ThreadPoolExecutor(2, "tokenize")
 
     # -- life --------------------------------------------------------------------------------------------------
@@ -2824,36 +2700,26 @@ class Server:
             error = ApiError(503, "The server was restarted while it made this answer.", "server_restarted")
             self.store.append(session, ERROR_FRAMES[session.kind](error), status="failed")
             log.info("session %s was interrupted by a restart after %d frames", session.id, session.first)
-        self._spawn(self._sweep())
+        self._sweep()
         if self.settings.eager_load_model:
             self._begin_load()
-        log.info("started: model %s (%s), sessions %s", self.settings.served_id,
-                 "loading" if self._loading else "loads at first use",
-                 f"in {self.settings.sessions_db_path}" if self.log else "in memory only")
+        log.info("started: model %s (%s), sessions in %s", self.settings.served_id, self.model_status,
+                 self.settings.sessions_db_path if self.log else "memory only")
 
     def drain(self) -> None:
         """Take nothing new; give what runs its grace, then end it."""
-        if not self.draining:
-            self.draining = True
-            log.info("stopping: %d generations have %g s", len(self._generations), self.settings.shutdown_grace_seconds)
-            self._spawn(self._end_all(self.settings.shutdown_grace_seconds))
-
-    async def _end_all(self, grace: float) -> None:
-        deadline = time.monotonic() + grace
-        while self._generations and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        for generation in list(self._generations.values()):
-            generation.end(Failed(ApiError(503, "The server was stopped while it made this answer.", "server_stopped")))
-        while self._generations:
-            await asyncio.sleep(0.01)
-
-    async def stop(self) -> None:
-        """End everything and close the store."""
         self.draining = True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._end_all(0), 2)
-        for task in self._tasks:
-            task.cancel()
+        log.info("stopping: %d generations have %g s", len(self._generations), self.settings.shutdown_grace_seconds)
+        self._loop.call_later(self.settings.shutdown_grace_seconds, self._end_all)
+
+    def _end_all(self) -> None:
+        for generation in list(self._generations.values()):
+            error = ApiError(503, "The server was stopped while it made this answer.", "server_stopped")
+            self._produce(generation, Failed(error))
+
+    def stop(self) -> None:
+        """End everything and close the store."""
+        self._end_all()
         if self._engine:
             self._engine.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -2861,58 +2727,44 @@ class Server:
             self.log.stop()
         log.info("stopped")
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)  # the loop keeps only a weak reference
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _sweep(self) -> None:
-        while True:
-            self.store.sweep()
-            await asyncio.sleep(min(30, self.settings.sessions_ttl_seconds / 4))
+    def _sweep(self) -> None:
+        self._loop.call_later(min(30, self.settings.sessions_ttl_seconds / 4), self._sweep)
+        self.store.sweep()
 
     # -- the model ---------------------------------------------------------------------------------------------
     def _begin_load(self) -> None:
         self._loading = self._loop.create_future()
-        self._loading.add_done_callback(lambda done: done.exception())  # a failure nobody waits for is no noise
+        self._loading.add_done_callback(functools.partial(self._loaded, time.monotonic()))
         self.model_status, self.progress = "loading", Progress("queued")
         log.info("model load: %s", self.settings.served_id)
         threading.Thread(target=self._load_on_thread, name="load", daemon=True).start()
 
     def _load_on_thread(self) -> None:
-        def report(progress: Progress) -> None:
-            self.progress = progress
-
-        began = time.monotonic()
         gc.disable()  # a collection over all that the libraries bring stops every thread for 200 ms
         try:
-            model, error = self._load(self.settings, report), None
+            done = self._loading.set_result, self._load(self.settings, functools.partial(setattr, self, "progress"))
+            gc.freeze()  # nor should a later one look through a library that stays
         except Exception as fault:  # a door to foreign code: hub, files, remote code, drivers
             log.exception("model load failed")
-            model, error = None, explain_load_failure(fault, self.settings)
-        if model:
-            gc.freeze()  # nor should a later one look through a library that stays
+            done = self._loading.set_exception, explain_load_failure(fault, self.settings)
         gc.enable()
-        self._deliver(self._loaded, model, error, time.monotonic() - began)
+        self._deliver(*done)
 
-    def _loaded(self, model: Model | None, error: ApiError | None, seconds: float) -> None:
-        self.progress = None
-        if error:
+    def _loaded(self, began: float, loading: asyncio.Future[Model]) -> None:
+        self.progress, seconds = None, time.monotonic() - began
+        if error := loading.exception():
             self.model_status = "failed"
             log.error("model load failed after %.1f s: %s", seconds, error.detail)
-            return self._loading.set_exception(error)
-        self.model_status, self.model = "ready", model
-        self._engine = Engine(model, self.settings.max_concurrent_requests, self.settings.prefill_chunk_tokens)
+            return
+        self.model_status, self.model = "ready", loading.result()
+        self._engine = Engine(self.model, self.settings.max_concurrent_requests, self.settings.prefill_chunk_tokens)
         self._engine.start()
-        log.info("model ready after %.1f s: %s, context %d", seconds, model.name, model.context)
-        self._loading.set_result(model)
+        log.info("model ready after %.1f s: %s, context %d", seconds, self.model.name, self.model.context)
 
     @property
     def readiness(self) -> dict[str, Any]:
         """What `/ready` says."""
-        progress, active = self.progress, self._active()
-        running = sum(g.session.status == "in_progress" for g in active)
+        progress, running = self.progress, sum(g.session.status == "in_progress" for g in self._generations.values())
         failure = self._loading.exception() if self.model_status == "failed" else None
         return {
             "status": "stopping" if self.draining else self.model_status, "model": self.settings.served_id,
@@ -2921,11 +2773,11 @@ class Server:
             "context_length": self.model.context if self.model else None,
             "tools": self.model.tools if self.model else None,
             "storage": "off" if self.log is None else "degraded" if self.log.degraded else "ok",
-            "running": running, "queued": len(active) - running}
+            "running": running, "queued": len(self._generations) - running}
 
     async def _wait_for_model(self) -> Model:
         """The model; the first to ask begins the load, and one that failed is tried again."""
-        if self._loading is None or (self._loading.done() and self.model is None):
+        if self.model_status in ("not_loaded", "failed"):
             self._begin_load()
         done, _ = await asyncio.wait([self._loading], timeout=self.settings.model_load_wait_seconds)
         if not done:
@@ -2934,44 +2786,38 @@ class Server:
         return self._loading.result()
 
     # -- generations -------------------------------------------------------------------------------------------
-    async def begin(self, session: Session, reply: Reply, chat: Chat, sampling: Sampling, announced: bool) -> None:
-        """Make a session, on disk too, and start its generation. `announced`: the client is told of it at once, so a
-        later refusal becomes a frame; else the session is dropped and its `error` says why."""
-        self._check_room()
-        generation = self._generations[session.id] = Generation(session, reply, announced)
-        try:
-            await self.store.begin(session)
-        except BaseException:
-            del self._generations[session.id]
-            raise
-        generation.admission = self._spawn(self._admit(generation, chat, sampling))
-        self._spawn(self._produce(generation))
-        self._arm(generation)
-        self._make_room()
-
-    def _check_room(self) -> None:
+    async def begin(self, session: Session, reply: Reply, chat: Chat, sampling: Sampling, stream: bool) -> None:
+        """Make a session, on disk too, and start its generation. The client of a stream that has to wait for the model
+        is told of it at once, so a refusal becomes a frame; else the session is dropped and its `error` says why."""
         if self.draining:
             raise ApiError(503, "The server is stopping.", "server_stopping", headers={"retry-after": "10"})
         limit = self.settings.max_concurrent_requests + self.settings.max_queued_requests
-        if sum(g.left_at is None for g in self._active()) >= limit:  # those that nobody reads make room
+        if sum(g.grace is None for g in self._generations.values()) >= limit:  # those that nobody reads make room
             raise ApiError(429, f"The server has {limit} requests under way; try again shortly.", "queue_full",
                            headers={"retry-after": "2"})
-
-    def _active(self) -> list[Generation]:
-        return [g for g in self._generations.values() if not g.ending]
+        generation = self._generations[session.id] = Generation(session, reply)
+        try:
+            await self.store.begin(session)
+        except BaseException:
+            self._generations.pop(session.id, None)
+            raise
+        generation.announced = stream and self.model is None
+        if session.id in self._generations:  # else it has been ended while it began
+            admission = asyncio.create_task(self._admit(generation, chat, sampling))
+            generation.stop_work.callback(admission.cancel)  # and keeps it: the loop's own reference is weak
+        elif session.error:
+            self.store.forget(session)
+        self._make_room()
+        if stream and not generation.announced:
+            await session.until(1)
+            if session.error and not session.count:
+                raise session.error
 
     def _make_room(self) -> None:
         """While requests queue, what nobody reads goes first: the one whose last reader left longest ago."""
-        active = self._active()
-        excess = len(active) - self.settings.max_concurrent_requests
-        unread = sorted((g for g in active if g.left_at is not None), key=lambda g: g.left_at or 0)
-        for generation in unread[: max(0, excess)]:
-            self._cancel(generation, "nobody reads it and others wait")
-
-    @staticmethod
-    def _cancel(generation: Generation, why: str) -> None:
-        log.info("session %s is cancelled: %s", generation.session.id, why)
-        generation.end(Finished("cancelled"))
+        unread = sorted((g for g in self._generations.values() if g.grace), key=lambda g: g.grace.when())
+        for generation in unread[: max(0, len(self._generations) - self.settings.max_concurrent_requests)]:
+            self._produce(generation, Finished("cancelled"), "nobody reads it and others wait")
 
     async def _admit(self, generation: Generation, chat: Chat, sampling: Sampling) -> None:
         """Tokenise, check that it fits, and hand the job to the engine; a refusal becomes the last event."""
@@ -2979,121 +2825,90 @@ class Server:
             model = await self._wait_for_model()
             model.check(sampling)
             prompt = await self._loop.run_in_executor(self._pool, model.prepare, chat)
-            sampling = self._fit(sampling, len(prompt.tokens), model)
+            count, asked = len(prompt.tokens), sampling.max_new_tokens
+            if not count:
+                raise ApiError(400, "These messages make no token for this model.", "invalid_value", "messages")
+            if count + (asked or 1) > model.context:
+                raise context_error(model.context, count, asked)
+            budget = min(self.settings.max_tokens, model.context - count)  # the default one is lowered to fit
+            sampling = sampling.filled(dataclasses.replace(model.defaults, max_new_tokens=budget))
         except Exception as error:
             if not isinstance(error, ApiError):
                 log.exception("session %s could not be admitted", generation.session.id)
                 error = _unexpected()
-            return generation.events.put_nowait(Failed(error))
-        generation.events.put_nowait(Accepted(len(prompt.tokens)))
-        generation.job = Job(prompt, sampling, functools.partial(self._deliver, generation.events.put_nowait))
-        self._engine.submit(generation.job)
-
-    def _fit(self, sampling: Sampling, prompt: int, model: Model) -> Sampling:
-        """Fill in the defaults. A budget that was asked for must fit; the default one is lowered to fit."""
-        if not prompt:
-            raise ApiError(400, "These messages make no token for this model.", "invalid_value", "messages")
-        room, asked = model.context - prompt, sampling.max_new_tokens
-        if room < 1 or (asked or 0) > room:
-            raise context_error(model.context, prompt, asked)
-        return sampling.filled(dataclasses.replace(model.defaults, max_new_tokens=min(self.settings.max_tokens, room)))
+            return self._produce(generation, Failed(error))
+        job = Job(prompt, sampling, functools.partial(self._deliver, self._produce, generation))
+        generation.stop_work.callback(setattr, job, "cancelled", True)  # the engine drops it before its next step
+        self._produce(generation, Accepted(len(prompt.tokens)))
+        self._engine.submit(job)
 
     def _deliver(self, call: Callable[..., None], *values: Any) -> None:
         """The one bridge from the engine, and from the thread that loads, to the loop."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped meanwhile
             self._loop.call_soon_threadsafe(call, *values)
 
-    async def _produce(self, generation: Generation) -> None:
-        """Fold events into frames up to the last one; what comes after it belongs to nobody."""
-        session, reply, tokens = generation.session, generation.reply, []
-        while True:
-            event = await generation.events.get()
-            try:
-                frames = reply.frames(event)
-                if ended := isinstance(event, Finished) and reply.is_done:
-                    session.result = reply.result()
-            except Exception:
-                log.exception("session %s: its frames could not be made", session.id)
-                event, ended = Failed(_unexpected()), False
-                frames = ERROR_FRAMES[session.kind](event.error)
-            if isinstance(event, Produced):
-                tokens.append(event.token)
-            elif isinstance(event, Started):
+    def _produce(self, generation: Generation, event: Event, why: str | None = None) -> None:
+        """Fold an event into frames. The last one ends the generation: what comes after it belongs to nobody."""
+        session, reply, status = generation.session, generation.reply, None
+        if session.id not in self._generations:
+            return
+        try:
+            frames = reply.frames(event)
+            session.result = reply.result() if reply.is_done else None
+        except Exception:
+            log.exception("session %s: its frames could not be made", session.id)
+            event = Failed(_unexpected())
+            frames = ERROR_FRAMES[session.kind](event.error)
+        match event:
+            case Started():
                 session.status = "in_progress"
-            elif ended or isinstance(event, Failed):
-                return self._finish(generation, event, frames, tokens)
-            if frames:
-                self.store.append(session, frames, tokens)
-                tokens = []
-
-    def _finish(self, generation: Generation, event: Finished | Failed, frames: Sequence[FrameText],
-                tokens: Sequence[int]) -> None:
-        """Write the last frames and close the session, or drop it where nobody has heard of it yet."""
-        session = generation.session
-        generation.stop_work()
-        del self._generations[session.id]
-        if isinstance(event, Failed):
-            status, reason, session.error = "failed", event.error.code, event.error
-        else:
-            status, reason = "cancelled" if event.reason == "cancelled" else "completed", event.reason
-        log.info("session %s %s (%s) after %.2f s", session.id, status, reason, time.time() - session.created)
-        if session.error and not session.made and not generation.announced:
+            case Produced(token):
+                generation.tokens.append(token)
+            case Finished(reason) if reply.is_done:
+                status, why = "cancelled" if reason == "cancelled" else "completed", why or reason
+            case Failed(error):
+                status, why, session.error = "failed", error.code, error
+        if session.error and not session.made and not generation.announced:  # nobody has heard of it yet
             self.store.forget(session)
-            return session.publish([], status, time.time())
-        self.store.append(session, frames, tokens, status)
+            session.publish([], status, time.time())
+        elif frames or status:
+            self.store.append(session, frames, generation.tokens, status)
+            generation.tokens = []
+        if status:
+            del self._generations[session.id]
+            generation.stop_work.close()
+            log.info("session %s %s (%s) after %.2f s", session.id, status, why, time.time() - session.created)
 
     # -- readers -----------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def reading(self, session: Session, stays: bool = True) -> Iterator[None]:
-        """Count a reader. When the last one leaves an answer that is not finished, the grace begins; one that cannot
-        come back (`stays=False`, a plain JSON request) ends it at once."""
+        """Count a reader. When the last one leaves, the grace begins; it is none for one that cannot come back."""
         session.readers += 1
-        if generation := self._generations.get(session.id):
-            generation.left_at = None
-            if generation.timer:
-                generation.timer.cancel()
+        if (generation := self._generations.get(session.id)) and generation.grace:
+            generation.grace.cancel()
+            generation.grace = None
         try:
             yield
         finally:
             session.readers -= 1
-            generation = self._generations.get(session.id)
-            if generation and not session.readers:
-                generation.left_at = time.monotonic()
-                if stays:
-                    self._arm(generation)
-                    self._make_room()
-                else:
-                    self._cancel(generation, "its client left")
-
-    def _arm(self, generation: Generation) -> None:
-        if grace := self.settings.cancel_after_disconnect_seconds:
-            generation.timer = self._loop.call_later(grace, self._cancel, generation, "nobody came back")
+            if not session.readers and (generation := self._generations.get(session.id)):
+                seconds = (self.settings.cancel_after_disconnect_seconds or threading.TIMEOUT_MAX) if stays else 0
+                generation.grace = self._loop.call_later(
+                    seconds, self._produce, generation, Finished("cancelled"), "its readers have left")
+                generation.stop_work.callback(generation.grace.cancel)
+                self._make_room()
 
     async def cancel(self, session: Session) -> None:
         """End a session, wherever it is; returns when it has ended. What has ended before stays as it is."""
         if generation := self._generations.get(session.id):
-            generation.end(Finished("cancelled"))
+            self._produce(generation, Finished("cancelled"), "a client asked for it")
         await session.end()  # its last frames may be on their way to disk
 
-    @staticmethod
-    async def opened(session: Session) -> None:
-        """Wait for a session's first frame; raises what it was refused with."""
-        await session.until(1)
-        if session.error and not session.count:
-            raise session.error
-
-    async def find(self, ref: str, owner: str = ANYBODY) -> Session:
+    async def find(self, ref: str) -> Session:
         """The session of that id or label. Raises one and the same 404 for unknown, expired and somebody else's."""
-        if session := await self.store.find(ref, owner):
+        if session := await self.store.find(ref, ANYBODY):
             return session
         raise ApiError(404, "There is no such session, or it has expired.", "session_not_found")
-
-
-    async def kept(self, id: str, owner: str = ANYBODY) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a stored answer was asked, and the answer. Raises ApiError 404."""
-        if found := await self.store.kept(id, owner):
-            return found
-        raise ApiError(404, "There is no stored answer of that id, or it has expired.", "not_found", "id")
 
 
 def _unexpected() -> ApiError:
@@ -3113,22 +2928,19 @@ async def the_server(request: Request) -> Server:
     return request.app.state.server
 
 
-async def the_event_id(last_event_id: Annotated[str | None, Header()] = None,
-                       query: Annotated[str | None, Query(alias="last_event_id")] = None) -> str | None:
-    """The header, which a client keeps current, before the query, which it may not; empty is absent."""
-    return last_event_id or query or None
-
-
 ServerDep = Annotated[Server, Depends(the_server)]
-EventId = Annotated[str | None, Depends(the_event_id)]
+
+
+def last_event_id(request: Request) -> str | None:
+    """The header, which a client keeps current, before the query, which it may not; empty is absent."""
+    return request.headers.get("last-event-id") or request.query_params.get("last_event_id")
 
 
 class Reader(EventSourceResponse):
     """One reader of a session: sends its frames from `after` on, at its own pace, and is counted while it stays."""
 
     def __init__(self, server: Server, session: Session, after: int, ids: bool, headers: Mapping[str, str]) -> None:
-        self._server, self._session = server, session
-        settings = server.settings
+        self._server, self._session, settings = server, session, server.settings
         super().__init__(
             self._frames(after, ids or settings.sse_ids == "always"), headers={**headers, "x-session-id": session.id},
             # The OpenAI SDK fails on a comment that ends with a blank line once it has seen an id.
@@ -3158,77 +2970,66 @@ class Reader(EventSourceResponse):
 
 async def whole_answer(request: Request, server: Server, session: Session, headers: Mapping[str, str]) -> Response:
     """The session read to its end, as one JSON object; a client that leaves ends it."""
-    async def client_left() -> None:
+    async def follow_client() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
+        tasks.cancel_scope.cancel()
 
-    waiting = [asyncio.ensure_future(wait) for wait in (client_left(), session.end())]
-    try:
-        with server.reading(session, stays=False):
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waiting:
-            task.cancel()
+    with server.reading(session, stays=False):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(follow_client)
+            await session.end()
+            tasks.cancel_scope.cancel()
     if session.error:
         raise session.error
     return JSONResponse(session.result, headers={**headers, "x-session-id": session.id})
 
 
-async def resume_at(server: Server, event_id: str, named: str | None) -> tuple[Session, int]:
-    """The session and the frame that `event_id` names; `named` is the session that the request speaks of, if any."""
-    ref, after = parse_event_id(event_id)
+async def resume_at(server: Server, event_id: str | None, named: str | None) -> tuple[Session, int]:
+    """The session and the frame that `event_id` names, or else `named` from its beginning; both must agree."""
+    ref, after = parse_event_id(event_id) if event_id else (named, -1)
     session = await server.find(ref)
     if named and named not in (session.id, session.label):
         raise ApiError(400, f"Last-Event-ID names the session `{ref}`, the request another one.",
                        "invalid_last_event_id", "Last-Event-ID")
+    server.store.check_position(session, after)
     log.info("session %s is resumed after frame %d", session.id, after)
     return session, after
 
 
 @router.post("/v1/chat/completions")
-async def chat_completions(request: Request, body: ChatRequest, server: ServerDep, event_id: EventId) -> Response:
-    ignored = ignored_fields(body)
-    headers = {"x-ignored-fields": header_list(ignored)} if ignored else {}
+async def chat_completions(request: Request, body: ChatRequest, server: ServerDep) -> Response:
+    headers = ignored_fields(body)
     check_chat(body, server.settings)
-    if event_id:
+    if event_id := last_event_id(request):
         if not body.stream:
             raise ApiError(400, "Last-Event-ID resumes a stream: set `stream` to true.", "invalid_value", "stream")
-        session, after = await resume_at(server, event_id, body.session_id)
-        server.store.check_position(session, after)
-        return Reader(server, session, after, True, headers)
+        return Reader(server, *await resume_at(server, event_id, body.session_id), True, headers)
     session = Session(f"chatcmpl-{secrets.token_hex(16)}", ChatReply.kind, body.session_id or None,
                       stored=body.store is not False)
     if body.store:
-        messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        session.asked = {"messages": messages, "metadata": body.metadata}
+        session.asked = body.model_dump(include={"messages", "metadata"}, exclude_none=True)
     reply = ChatReply(session.id, server.settings.served_id, body)
-    chat, sampling = chat_values(body), chat_sampling(body, server.settings)
-    announced = bool(body.stream) and server.model is None
-    await server.begin(session, reply, chat, sampling, announced)
+    await server.begin(session, reply, chat_values(body), chat_sampling(body, server.settings), bool(body.stream))
     log.info("session %s begins (%s, request %s)", session.id, "stream" if body.stream else "json",
              request.scope["request_id"])
-    if not body.stream:
-        return await whole_answer(request, server, session, headers)
-    if not announced:
-        await server.opened(session)
-    return Reader(server, session, -1, bool(body.session_id), headers)
+    if body.stream:
+        return Reader(server, session, -1, bool(body.session_id), headers)
+    return await whole_answer(request, server, session, headers)
 
 
 @router.get("/v1/chat/completions/{id}")
 async def get_chat_completion(id: str, server: ServerDep) -> dict[str, Any]:
-    asked, result = await server.kept(id)
-    return result | {"metadata": asked["metadata"]}
+    asked, result = await server.store.kept(id, ANYBODY)
+    return result | {"metadata": asked.get("metadata")}
 
 
 @router.get("/v1/chat/completions/{id}/messages")
 async def get_chat_messages(id: str, server: ServerDep, after: str | None = None, order: Literal["asc", "desc"] = "asc",
                             limit: Annotated[int, Query(ge=1, le=100)] = 20) -> dict[str, Any]:
-    asked, _ = await server.kept(id)
-    return page([{"id": f"{id}-{n}"} | message for n, message in enumerate(asked["messages"])], after, order, limit)
-
-
-def page(items: list[dict[str, Any]], after: str | None, order: str, limit: int) -> dict[str, Any]:
-    """A part of a list, as OpenAI pages it: what follows the item `after`."""
+    """The messages of a stored answer, as OpenAI pages a list: those that follow the one with the id `after`."""
+    asked, _ = await server.store.kept(id, ANYBODY)
+    items = [{"id": f"{id}-{n}"} | message for n, message in enumerate(asked["messages"])]
     items = items if order == "asc" else items[::-1]
     begin = next((n for n, item in enumerate(items, 1) if item["id"] == after), 0)
     if after and not begin:
@@ -3249,10 +3050,9 @@ async def get_session(ref: str, server: ServerDep) -> dict[str, Any]:
 
 
 @router.get("/v1/sessions/{ref}/events")
-async def session_events(ref: str, server: ServerDep, event_id: EventId) -> Response:
-    session, after = await resume_at(server, event_id, ref) if event_id else (await server.find(ref), -1)
-    server.store.check_position(session, after)
-    if event_id and session.closed and after == session.count - 1:
+async def session_events(ref: str, request: Request, server: ServerDep) -> Response:
+    session, after = await resume_at(server, last_event_id(request), ref)
+    if session.closed and 0 <= after == session.count - 1:
         return Response(status_code=204)  # what stops an EventSource
     return Reader(server, session, after, True, {})
 
@@ -3264,22 +3064,18 @@ async def cancel(ref: str, server: ServerDep) -> dict[str, Any]:
     return {"id": session.id, "object": "session", "status": session.status, "ok": True}
 
 
-def model_object(server: Server) -> dict[str, Any]:
-    return {"id": server.settings.served_id, "object": "model", "created": int(server.started), "owned_by": "local",
-            "max_model_len": server.model.context if server.model else None,
-            "tools": server.model.tools if server.model else None}
-
-
 @router.get("/v1/models")
 async def list_models(server: ServerDep) -> dict[str, Any]:
-    return {"object": "list", "data": [model_object(server)]}
+    return {"object": "list", "data": [await get_model(server.settings.served_id, server)]}
 
 
 @router.get("/v1/models/{name:path}")
 async def get_model(name: str, server: ServerDep) -> dict[str, Any]:
     if name != server.settings.served_id:
         raise unknown_model(name, server.settings)
-    return model_object(server)
+    return {"id": name, "object": "model", "created": int(server.started), "owned_by": "local",
+            "max_model_len": server.model.context if server.model else None,
+            "tools": server.model.tools if server.model else None}
 
 
 @router.get("/health")
@@ -3294,18 +3090,16 @@ async def ready(server: ServerDep) -> JSONResponse:
 
 
 # -- the outermost layer ---------------------------------------------------------------------------------------
-class Door:
-    """What holds for every request: an id, a bounded JSON body, and an OpenAI error object whatever happens.
-
-    It stands outside the framework's own error handling, so that even a crash carries the request's id."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+class Door(FastAPI):
+    """What holds for every request: an id, a bounded body, and an OpenAI error object whatever happens. It stands
+    outside the framework's own error handling, so that even a crash carries the request's id."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            return await self._inner(scope, receive, send)
-        headers = Headers(scope=scope)
+            return await super().__call__(scope, receive, send)
+        headers, limit, taken = Headers(scope=scope), self.state.server.settings.max_body_mib, 0
+        too_large = ApiError(413, f"The body is larger than {limit:g} MiB.", "body_too_large",
+                             headers={"connection": "close"})
         given = headers.get("x-request-id", "")
         scope["transport"] = getattr(getattr(send, "__self__", None), "transport", None)  # uvicorn's
         scope["request_id"] = given if re.fullmatch(r"[A-Za-z0-9_.:-]{1,128}", given) else secrets.token_hex(16)
@@ -3315,49 +3109,26 @@ class Door:
                 MutableHeaders(scope=message).append("x-request-id", scope["request_id"])
             await send(message)
 
-        try:
-            body = await self._read_body(scope, headers, receive)
-        except ApiError as error:
-            return await error_response(error)(scope, receive, send_with_id)
-        if body is None:
-            return  # the client left before it had said what it wanted
-        unread = [{"type": "http.request", "body": body, "more_body": False}]
+        async def receive_bounded() -> Any:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > limit * 2**20:
+                raise too_large
+            return message
 
-        async def replay() -> Any:
-            return unread.pop() if unread else await receive()
-
+        announced, kind = headers.get("content-length", "0"), headers.get("content-type", "")
+        refusal = too_large if int(announced) > limit * 2**20 else None
+        is_json = re.match(r"application/([\w.-]+\+)?json\s*(;|$)", kind, re.IGNORECASE)
+        if not refusal and not is_json and (announced != "0" or "transfer-encoding" in headers):
+            # Also where a route reads no body: a web page can send text without asking.
+            refusal = ApiError(415, "Send JSON, with the header `Content-Type: application/json`.", "not_json")
         try:
-            await self._inner(scope, replay, send_with_id)
+            if refusal:
+                return await (await on_http_error(Request(scope), refusal))(scope, receive, send_with_id)
+            await super().__call__(scope, receive_bounded, send_with_id)
         except Exception:  # the framework has answered 500 where it still could
             log.exception("request %s failed", scope["request_id"])
-
-    @staticmethod
-    async def _read_body(scope: Any, headers: Headers, receive: Any) -> bytes | None:
-        limit = scope["app"].state.server.settings.max_body_mib * 2**20
-        announced, body, more = int(headers.get("content-length", 0)), bytearray(), True
-        while more and max(announced, len(body)) <= limit:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-        if max(announced, len(body)) > limit:
-            raise ApiError(413, f"The body is larger than {limit / 2**20:g} MiB.", "body_too_large",
-                           headers={"connection": "close"})
-        if body and not re.match(r"application/([\w.-]+\+)?json\s*(;|$)", headers.get("content-type", ""), re.I):
-            raise ApiError(415, "Send JSON, with the header `Content-Type: application/json`.", "not_json")
-        return bytes(body)
-
-
-class App(FastAPI):
-    """FastAPI with the Door in front of everything, its own error handling included."""
-
-    def build_middleware_stack(self) -> Any:
-        return Door(super().build_middleware_stack())
-
-
-def error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body, error.status_code, error.headers)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -3365,7 +3136,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         error = validation_error(error)
     elif not isinstance(error, HTTPException):  # a crash: the Door writes its traceback
-        return error_response(_unexpected())
+        error = _unexpected()
     elif not isinstance(error, ApiError):  # the framework's own: no such route or method, an unreadable body
         said = {400: ("invalid_json", "The body could not be read as JSON."),
                 404: ("unknown_route", f"Unknown route: {request.method} {request.url.path}."),
@@ -3374,37 +3145,33 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         error = ApiError(error.status_code, words, code, headers=error.headers)
     if error.status_code >= 500:
         log.warning("request %s is refused: %s", request.scope["request_id"], error.code)
-    return error_response(error)
+    return JSONResponse(error.body, error.status_code, error.headers)
 
 
 @contextlib.contextmanager
 def signals_reach(drain: Callable[[], None], seconds: float) -> Iterator[None]:
     """Call `drain` on SIGINT and SIGTERM, before uvicorn's own handler: it waits for streams that we must end. A
     second signal ends the process at once, and so do `seconds`: a client may hold its connection for ever."""
-    loop, before, last_resort = asyncio.get_running_loop(), {}, None
+    loop, came, undo = asyncio.get_running_loop(), threading.Event(), contextlib.ExitStack()
 
-    def handle(number: int, frame: Any) -> None:
-        nonlocal last_resort
-        if last_resort:
+    def handle(before: Callable[[int, Any], Any], number: int, frame: Any) -> None:
+        if came.is_set():
             os._exit(128 + number)  # nothing is lost: frames are on disk
+        came.set()
         last_resort = threading.Timer(seconds, os._exit, [128 + number])
         last_resort.daemon = True
         last_resort.start()
+        undo.callback(last_resort.cancel)
         loop.call_soon_threadsafe(drain)
-        before[number](number, frame)
+        before(number, frame)
 
-    if threading.current_thread() is threading.main_thread():
-        for number in {getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGBREAK")} - {None}:
-            if callable(previous := signal.getsignal(number)):
-                before[number] = previous
-                signal.signal(number, handle)
-    try:
+    with undo:
+        names = ("SIGINT", "SIGTERM", "SIGBREAK") if threading.current_thread() is threading.main_thread() else ()
+        for number in [getattr(signal, name) for name in names if hasattr(signal, name)]:
+            if callable(before := signal.getsignal(number)):
+                signal.signal(number, functools.partial(handle, before))
+                undo.callback(signal.signal, number, before)
         yield
-    finally:
-        if last_resort:
-            last_resort.cancel()
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def create_app(settings: Settings | None = None, load: Load = load_model) -> FastAPI:
@@ -3419,11 +3186,11 @@ def create_app(settings: Settings | None = None, load: Load = load_model) -> Fas
         await server.start()
         with signals_reach(server.drain, chosen.shutdown_grace_seconds + 4):
             yield
-            await server.stop()
+            server.stop()
 
-    handlers = dict.fromkeys((HTTPException, RequestValidationError, Exception), on_http_error)
-    app = App(title="Transformers inference server", lifespan=lifespan, exception_handlers=handlers, docs_url=None,
-              redoc_url=None, redirect_slashes=False)
+    app = Door(title="Transformers inference server", lifespan=lifespan, docs_url=None, redoc_url=None,
+               redirect_slashes=False,
+               exception_handlers=dict.fromkeys((HTTPException, RequestValidationError, Exception), on_http_error))
     app.include_router(router)
     return app
 

@@ -1242,3 +1242,14 @@ def test_a_schema_that_is_not_strict_is_enforced_as_far_as_it_can_be():
     prompt = prepared("qwen3", tools=(odd,), must_call=True)
     assert accepts("qwen3", prompt, enforced("qwen3", ("f", {"a": 1})))
     assert not accepts("qwen3", prompt, enforced("qwen3", ("f", {"a": "x"})))
+
+
+@pytest.mark.parametrize("text", ['{"name": "\\x", "arguments": {}}', '{"name": "f", "arguments": "\\ud800"}'])
+def test_a_bad_escape_in_a_call_is_text_and_fails_nobody(text):
+    assert told(answer("qwen2", f"<tool_call>{text}</tool_call>")) == (f"<tool_call>{text}</tool_call>", "", [])
+
+
+def test_text_after_calls_keeps_the_braces_that_end_it():
+    content, _, calls = told(answer("llama", '{"name": "f", "parameters": {}}\nsee {x}'))
+
+    assert (content, calls) == ("see {x}", [("f", "{}")])

@@ -368,6 +368,12 @@ def test_a_body_without_a_kind_is_refused(served):
     refused(served.send(request), 415, "not_json")
 
 
+def test_a_body_that_a_web_page_can_send_without_asking_is_refused_on_every_route(served):
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        answer = served.post("/v1/cancel/some", content=b"x=1", headers={"content-type": kind})
+        refused(answer, 415, "not_json")
+
+
 @pytest.mark.parametrize("kind", [
     "application/json", "application/json; charset=utf-8", "Application/JSON", "application/json;charset=UTF-8",
     "application/vnd.api+json"])
