@@ -1968,7 +1968,8 @@ class Engine:
         deltas, stopped = ((), True) if at_end else choice.reader.feed(token)
         grammar = choice.grammar.take(token) if choice.grammar and not at_end else "on"
         if grammar == "broken":
-            return self._fail(job, ApiError(500, "The grammar grew beyond what can be followed.", "grammar_failed"))
+            return self._fail(job, ApiError(400, "What the answer must look like grew beyond what can be followed.",
+                                            "grammar_failed", job.prompt.grammar.param))
         stopped = stopped or grammar == "complete"
         ended = stopped or len(choice.produced) >= job.sampling.max_new_tokens
         deltas += choice.reader.flush() if ended else ()

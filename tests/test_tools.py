@@ -583,3 +583,11 @@ def test_a_regular_expression_means_the_same_beside_tools(openai_client):
     beside = ask(openai_client, extra_body=wanted, max_tokens=8, tools=TOOLS)
 
     assert alone.choices and beside.choices
+
+
+def test_a_form_that_grows_without_end_is_the_clients_fault_and_is_named(openai_client):
+    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+
+    with pytest.raises(BadRequestError) as refusal:
+        ask(openai_client, tools=[function(parameters=endless)], tool_choice="required")
+    assert refusal.value.body["param"] == "tools"
