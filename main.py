@@ -198,11 +198,17 @@ def at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def levels_of(value: Any) -> Iterator[list[Any]]:
+    """The objects and lists of a JSON value, level by level, so that no depth is too deep."""
+    level = [value]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        yield level
+        level = [v for item in level for v in (item.values() if isinstance(item, dict) else item)]
+
+
 def _plain_json(value: dict[str, Any]) -> dict[str, Any]:
-    level, depth = [value], 0
-    while level := [v for item in level for v in (item.values() if isinstance(item, dict) else item)
-                    if isinstance(v, dict | list)]:
-        if (depth := depth + 1) == MAX_SCHEMA_DEPTH:
+    for depth, _ in enumerate(levels_of(value)):
+        if depth == MAX_SCHEMA_DEPTH:
             raise ValueError(f"nested deeper than {MAX_SCHEMA_DEPTH} levels")
     json.dumps(value, ensure_ascii=False).encode()  # fails on half a character
     return value
@@ -1509,10 +1515,15 @@ class Model:
 
     def _spelled(self, text: str) -> str:
         """`text` for a grammar, in which a control token stands for itself. One that ends the answer is left out."""
-        tokens = {t.content: i for i, t in self._added.items() if self._grammar_tokenizer.is_special_token(i)}
-        pieces = re.split(f"({_any_of(tokens)})", text)
+        tokens, any_token = self._grammar_words
         return " ".join(f"<[{tokens[piece]}]>" if piece in tokens else json.dumps(piece, ensure_ascii=False)
-                        for piece in pieces if piece and tokens.get(piece) not in self.stop_ids)
+                        for piece in any_token.split(text) if piece and tokens.get(piece) not in self.stop_ids)
+
+    @functools.cached_property
+    def _grammar_words(self) -> tuple[dict[str, int], re.Pattern[str]]:
+        """The control tokens by their spellings, and what finds them in a text; there may be thousands."""
+        tokens = {t.content: i for i, t in self._added.items() if self._grammar_tokenizer.is_special_token(i)}
+        return tokens, re.compile(f"({_any_of(tokens)})")
 
     # -- tokens to logits to tokens ----------------------------------------------------------------------------
     def open(self) -> SequenceState:
@@ -1713,14 +1724,9 @@ def _schema_of(tool: Tool) -> Grammar:
 
 def _crossed(schema: Any) -> int:
     """How many patterns and references any one `allOf` of a schema holds."""
-    level, most = [schema], 0
-    while level:
-        for item in level:
-            held = json.dumps(item["allOf"]) if isinstance(item, dict) and "allOf" in item else ""
-            most = max(most, held.count('"pattern"') + held.count('"$ref"'))
-        level = [v for item in level if isinstance(item, dict | list)
-                 for v in (item.values() if isinstance(item, dict) else item)]
-    return most
+    held = (json.dumps(item["allOf"]) for level in levels_of(schema) for item in level if "allOf" in item
+            and isinstance(item, dict))
+    return max((text.count('"pattern"') + text.count('"$ref"') for text in held), default=0)
 
 
 def _embedded(grammar: Grammar) -> str:

@@ -822,18 +822,26 @@ def test_a_session_keeps_its_newest_frames_within_its_bounds(settings, bounds):
     assert session.bytes == sum(f.size for f in session.frames)
 
 
+@contextlib.contextmanager
+def on_disk(settings):
+    """A store over a real file, and its log."""
+    log = main.SessionLog(settings().sessions_db_path)
+    log.start()
+    try:
+        yield main.SessionStore(settings(), log), log
+    finally:
+        log.stop()
+
+
 def test_a_row_that_is_out_of_date_makes_no_session_that_never_ends(settings):
     async def scenario():
-        log = main.SessionLog(settings().sessions_db_path)
-        log.start()
-        store, session = main.SessionStore(settings(), log), main.Session("s", "chat", "label")
-        await store.begin(session)
-        listed = asyncio.ensure_future(store.list(main.ANYBODY))
-        sought = asyncio.ensure_future(store.find("label", main.ANYBODY))
-        store._evict(session)  # while its rows are being read
-        found = [await listed, await sought, await store.find("s", main.ANYBODY)]
-        log.stop()
-        return found
+        session = main.Session("s", "chat", "label")
+        with on_disk(settings) as (store, _):
+            await store.begin(session)
+            listed = asyncio.ensure_future(store.list(main.ANYBODY))
+            sought = asyncio.ensure_future(store.find("label", main.ANYBODY))
+            store._evict(session)  # while its rows are being read
+            return [await listed, await sought, await store.find("s", main.ANYBODY)]
 
     assert asyncio.run(scenario()) == [[], None, None]
 
@@ -841,7 +849,7 @@ def test_a_row_that_is_out_of_date_makes_no_session_that_never_ends(settings):
 def test_a_cancel_answers_only_when_the_last_frames_are_on_disk(settings):
     async def scenario():
         server, session = main.Server(settings(persist_sessions=False), None), main.Session("s", "chat")
-        session.status = "in_progress"  # its producer has finished, the commit has not
+        session.status = "in_progress"  # its last frames are made, the commit is not
         cancelling = asyncio.ensure_future(server.cancel(session))
         for _ in range(10):
             await asyncio.sleep(0)
@@ -855,20 +863,16 @@ def test_a_cancel_answers_only_when_the_last_frames_are_on_disk(settings):
 
 def test_a_listing_brings_no_expired_session_back_over_the_one_that_has_its_label_now(settings):
     async def scenario():
-        log = main.SessionLog(settings().sessions_db_path)
-        log.start()
-        store, old = main.SessionStore(settings(), log), main.Session("old", "chat", "label")
-        await store.begin(old)
-        store.append(old, [(None, "{}")], status="completed")
-        await old.end()
-        store._evict(old)
-        log.write("old", [("UPDATE sessions SET ended = 1 WHERE id = 'old'", ())])  # long ago, and not yet swept
-        new = main.Session("new", "chat", "label", stored=False)
-        await store.begin(new)
-        await store.list(main.ANYBODY)
-        found = await store.find("label", main.ANYBODY)
-        log.stop()
-        return found is new
+        old, new = main.Session("old", "chat", "label"), main.Session("new", "chat", "label", stored=False)
+        with on_disk(settings) as (store, log):
+            await store.begin(old)
+            store.append(old, [(None, "{}")], status="completed")
+            await old.end()
+            store._evict(old)
+            log.write("old", [("UPDATE sessions SET ended = 1 WHERE id = 'old'", ())])  # long ago, and not yet swept
+            await store.begin(new)
+            await store.list(main.ANYBODY)
+            return await store.find("label", main.ANYBODY) is new
 
     assert asyncio.run(scenario())
 
