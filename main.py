@@ -479,7 +479,7 @@ class Chat:  # what the model is asked
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     must_call: bool = False
-    many_calls: bool = True
+    max_calls: int | None = None  # in one answer
     grammar: Grammar | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # what the template is told besides
     continues: bool = False  # the last message is the beginning of the answer
@@ -492,7 +492,7 @@ class Prompt:  # a chat as the model reads it
     grammar: Grammar | None = None  # that of the chat, with its calls and the room for a thought
     tools: tuple[Tool, ...] = ()
     must_call: bool = False
-    many_calls: bool = True
+    max_calls: int | None = None  # in one answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -977,11 +977,11 @@ class ReplyReader:
     content that may still turn out to be the beginning of a stop string."""
 
     def __init__(self, decoder: Any, stop: Sequence[str], parts: PartReader | None = None,
-                 skipped: frozenset[int] = frozenset(), many_calls: bool = True) -> None:
+                 skipped: frozenset[int] = frozenset(), max_calls: int | None = None) -> None:
         from tokenizers.decoders import DecodeStream
 
         self._decoder, self._stop, self._parts, self._skipped = decoder, tuple(stop), parts, skipped
-        self._many_calls, self._calls, self._ended = many_calls, 0, False
+        self._max_calls, self._calls, self._ended = max_calls or math.inf, 0, False
         self._options = {"skip_special_tokens": parts is None}  # the anchors of parts may be special tokens
         self._stream, self._undecoded = DecodeStream(**self._options), []
         self._held = ""
@@ -996,7 +996,7 @@ class ReplyReader:
         return bool(self._parts) and self._parts.region is ToolCallDelta
 
     def feed(self, token: int) -> tuple[tuple[Delta, ...], bool]:
-        """What `token` makes sendable, and whether that ends the answer: by a stop string, or after the one call."""
+        """What `token` makes sendable, and whether that ends the answer: by a stop string, or after its last call."""
         text = self._decoded(token)
         if not text:
             return (), False
@@ -1036,11 +1036,11 @@ class ReplyReader:
                     return tuple(sent), True
             else:
                 self._calls += isinstance(delta, ToolCallDelta) and delta.name is not None
-                if self._calls > 1 and not self._many_calls:
+                if self._calls > self._max_calls:
                     return tuple(sent), True
                 sent += [TextDelta(self._held), delta] if self._held else [delta]
                 self._held = ""
-        return tuple(sent), bool(self._calls and not self._many_calls and self._parts.calls_ended)
+        return tuple(sent), self._calls >= self._max_calls and self._parts.calls_ended and not self.begins_call
 
     def _unstopped(self, text: str) -> tuple[str, bool]:
         """The text that may be sent, and whether a stop string has ended the answer."""
@@ -1413,7 +1413,7 @@ class Model:
         grammar = self._grammar(chat, opening)
         if grammar:
             self._compiled(grammar)
-        prompt = Prompt(ids, opening, grammar, chat.tools, chat.must_call, chat.many_calls)
+        prompt = Prompt(ids, opening, grammar, chat.tools, chat.must_call, chat.max_calls)
         if chat.continues and self.reader(prompt, ()).begins_call:
             raise invalid_value("messages", "the last one begins a call, which cannot be continued")
         return prompt
@@ -1478,8 +1478,9 @@ class Model:
                     f"{spell(form.after)}" for tool in calls)
             rules.append(f"call: {' | '.join(each)}")
             apart = not (chat.must_call or wanted or lead)  # calls among free text
-            many = chat.many_calls and form.between is not None and not (apart and form.open in form.between)
-            more = f"({spell(form.between)} call){{0,{MAX_ENFORCED_CALLS - 1}}}" if many else ""
+            together = form.between is not None and not (apart and form.open in form.between)
+            most = min(chat.max_calls or MAX_ENFORCED_CALLS, MAX_ENFORCED_CALLS) if together else 1
+            more = f"({spell(form.between)} call){{0,{most - 1}}}" if most > 1 else ""
             rules.append(f"calls: {spell(form.begin)} call {more} {spell(form.end)} {spell(form.close)}")
             if apart:
                 bodies = ["(called calls)* TEXT"]
@@ -1623,7 +1624,7 @@ class Model:
             own = self._own.fields.get("tool_calls")
             template = dataclasses.replace(self._own, fields=template.fields | self._own.fields)
         parts = PartReader(template, prompt, self._form, own)
-        return ReplyReader(self._decoder, stop, parts, self._skipped, prompt.many_calls)
+        return ReplyReader(self._decoder, stop, parts, self._skipped, prompt.max_calls)
 
     def _template(self, calls: bool) -> Any:
         """What divides an answer, as transformers' response template; `calls`: whether any can be in it."""
@@ -2418,10 +2419,10 @@ def template_options(body: AnswerRequest, effort: str | None) -> dict[str, Any]:
 
 
 def asked_tools(functions: Mapping[str, ToolFunction], choice: ToolChoice | str | None,
-                parallel: bool | None) -> tuple[tuple[Tool, ...], bool, bool]:
-    """The tools that may be called of `functions`, by their places; whether one must be, and whether several may."""
+                parallel: bool | None) -> tuple[tuple[Tool, ...], bool, int | None]:
+    """The tools that may be called of `functions`, by their places; whether one must be, and how many may at most."""
     if choice == "none":
-        return (), False, True
+        return (), False, None
     tools: dict[str, Tool] = {}
     for where, function in functions.items():
         if function.name in tools:
@@ -2432,7 +2433,7 @@ def asked_tools(functions: Mapping[str, ToolFunction], choice: ToolChoice | str 
         shown = {"name": function.name, "description": function.description or "", "parameters": schema}
         shown = {"type": "function", "function": shown}
         tools[function.name] = Tool(function.name, schema, bool(function.strict), shown, f"{where}.parameters")
-    wanted, must, many = list(tools), choice == "required", parallel is not False
+    wanted, must, most = list(tools), choice == "required", 1 if parallel is False else None
     if isinstance(choice, ToolChoice):
         other = "allowed_tools" if choice.type == "function" else "function"
         if getattr(choice, choice.type) is None:
@@ -2440,7 +2441,7 @@ def asked_tools(functions: Mapping[str, ToolFunction], choice: ToolChoice | str 
         if getattr(choice, other) is not None:
             raise invalid_value(f"tool_choice.{other}", f"not for the type `{choice.type}`")
         if choice.function:
-            wanted, must, many = [choice.function.name], True, False
+            wanted, must, most = [choice.function.name], True, 1
         else:
             wanted = [tool.function.name for tool in choice.allowed_tools.tools]
             must = choice.allowed_tools.mode == "required"
@@ -2448,7 +2449,7 @@ def asked_tools(functions: Mapping[str, ToolFunction], choice: ToolChoice | str 
         raise invalid_value("tool_choice", "there are no `tools` to choose from")
     if missing := [name for name in wanted if name not in tools]:
         raise invalid_value("tool_choice", f"`tools` has no function `{missing[0]}`")
-    return tuple(tools[name] for name in dict.fromkeys(wanted)), must, many
+    return tuple(tools[name] for name in dict.fromkeys(wanted)), must, most
 
 
 def function_call(id: str, name: str, arguments: Any) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class ScriptedModel:
     def prepare(self, chat):
         self.asked.append(chat.messages[-1].content)
         return main.Prompt([1] * sum(len(m.content.split()) for m in chat.messages), "", chat.grammar, chat.tools,
-                           chat.must_call, chat.many_calls)
+                           chat.must_call, chat.max_calls)
 
     def open(self):
         self.opened += 1

@@ -363,7 +363,7 @@ def pieces_of(name, prompt, pieces, stop=()):
     backend, ids = tiny.pieces_backend(pieces)
     reader = main.ReplyReader(
         backend, stop, main.PartReader(chosen._template(bool(prompt.tools)), prompt, chosen._form),
-        many_calls=prompt.many_calls)
+        max_calls=prompt.max_calls)
     deltas, stopped = [], False
     for token in ids:
         new, stopped = reader.feed(token)
@@ -731,18 +731,19 @@ def test_a_stop_string_in_a_thought_or_in_arguments_ends_nothing():
         assert (parsed([*deltas, *rest]), ended) == (("Hi", "the END", [("f", {"a": "END"})]), False), cuts
 
 
+@pytest.mark.parametrize("most", [1, 2])
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.parallel])
-def test_where_one_call_is_asked_for_the_answer_ends_after_the_first(name):
-    text = FAMILIES[name].says([("f", {"a": 1}), ("g", {}), ("f", {"a": 2})])
-    one = prepared(name, many_calls=False)
+def test_where_so_many_calls_are_asked_for_the_answer_ends_after_them(name, most):
+    calls = [("f", {"a": 1}), ("g", {}), ("f", {"a": 2})]
+    text, prompt = FAMILIES[name].says(calls), prepared(name, max_calls=most)
     for cuts in cuttings(text):
-        deltas, stopped, rest = pieces_of(name, one, cut(text, cuts))
-        assert (parsed([*deltas, *rest]), stopped) == (("", "", [("f", {"a": 1})]), True), cuts
+        deltas, stopped, rest = pieces_of(name, prompt, cut(text, cuts))
+        assert (parsed([*deltas, *rest]), stopped) == (("", "", calls[:most]), True), cuts
 
 
 def test_what_is_no_call_does_not_end_an_answer_of_one_call():
     text = "<tool_call>no</tool_call>" + hermes([("f", {"a": 1})])
-    deltas, stopped, rest = pieces_of("qwen2", prepared("qwen2", many_calls=False), list(text))
+    deltas, stopped, rest = pieces_of("qwen2", prepared("qwen2", max_calls=1), list(text))
     assert (told([*deltas, *rest]), stopped) == (("<tool_call>no</tool_call>", "", [("f", '{"a": 1}')]), True)
 
 
@@ -1125,11 +1126,12 @@ def test_what_is_let_through_is_read_as_the_calls_that_it_is(name):
     assert parsed(answer(name, text, prompt)) == ("", "", calls)
 
 
+@pytest.mark.parametrize("most", [1, 2])
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.parallel])
-def test_where_one_call_is_asked_for_no_other_is_let_through(name):
-    prompt = prepared(name, tools=(WEATHER, G), must_call=True, many_calls=False)
-    assert accepts(name, prompt, enforced(name, ("g", {})))
-    assert not accepts(name, prompt, enforced(name, ("g", {}), ("g", {})))
+def test_where_so_many_calls_are_asked_for_no_other_is_let_through(name, most):
+    prompt = prepared(name, tools=(WEATHER, G), must_call=True, max_calls=most)
+    assert accepts(name, prompt, enforced(name, *[("g", {})] * most))
+    assert not accepts(name, prompt, enforced(name, *[("g", {})] * (most + 1)))
 
 
 def test_an_enforced_answer_has_only_so_many_calls():

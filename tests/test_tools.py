@@ -167,23 +167,23 @@ def asked(client, **fields):
     return model.chat
 
 
-@pytest.mark.parametrize("choice,names,must,many", [
-    (None, ["get_weather", "get_time"], False, True), ("auto", ["get_weather", "get_time"], False, True),
-    ("none", [], False, True), ("required", ["get_weather", "get_time"], True, True),
-    ({"type": "function", "function": {"name": "get_time"}}, ["get_time"], True, False),
+@pytest.mark.parametrize("choice,names,must,most", [
+    (None, ["get_weather", "get_time"], False, None), ("auto", ["get_weather", "get_time"], False, None),
+    ("none", [], False, None), ("required", ["get_weather", "get_time"], True, None),
+    ({"type": "function", "function": {"name": "get_time"}}, ["get_time"], True, 1),
     ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [
-        {"type": "function", "function": {"name": "get_time"}}]}}, ["get_time"], True, True),
+        {"type": "function", "function": {"name": "get_time"}}]}}, ["get_time"], True, None),
     ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
-        {"type": "function", "function": {"name": "get_weather"}}]}}, ["get_weather"], False, True)])
-def test_a_tool_choice_decides_what_may_and_what_must_be_called(client, choice, names, must, many):
+        {"type": "function", "function": {"name": "get_weather"}}]}}, ["get_weather"], False, None)])
+def test_a_tool_choice_decides_what_may_and_what_must_be_called(client, choice, names, must, most):
     got = asked(client, tools=TOOLS, **({"tool_choice": choice} if choice else {}))
 
     assert [tool.name for tool in got.tools] == names
-    assert (got.must_call, got.many_calls) == (must, many)
+    assert (got.must_call, got.max_calls) == (must, most)
 
 
 def test_parallel_calls_can_be_refused(client):
-    assert asked(client, tools=TOOLS, parallel_tool_calls=False).many_calls is False
+    assert asked(client, tools=TOOLS, parallel_tool_calls=False).max_calls == 1
 
 
 @pytest.mark.parametrize("effort,thinks", [("none", False), ("minimal", True), ("low", True), ("max", True)])
