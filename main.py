@@ -735,31 +735,28 @@ class CallReader:
 
     def _follow(self) -> Iterator[ToolCallDelta | None]:
         """The calls as far as they are written; None where more text is needed. It ends where no call can follow."""
-        while not (first := re.compile(r"\s*+(\S)").match(self._text, self._at)):
+        while not (first := self._text[self._at:].lstrip()[:1]):
             self._at = len(self._text)
             yield None
-        if first[1] in "{[":
-            while (token := (yield from self._token())) and token in "{[],;":
+        if first in "{[":
+            while (token := (yield from self._next())) and token in "{[],;":
                 if token == "{" and not (yield from self._call()):
                     return
         head = re.compile(self._form.head or r"(?!)")
-        while (found := head.match(self._text, self._at)) or len(self._text) - self._at <= CALL_HEAD_CHARACTERS:
-            if found:
-                self._at, self.found = found.end(), True
-                yield ToolCallDelta(found[1])
-                yield from self._arguments()
-            else:
-                yield None
+        while name := (yield from self._next(head)):
+            self.found = True
+            yield ToolCallDelta(name)
+            yield from self._arguments()
 
     def _call(self) -> Iterator[ToolCallDelta | None]:
         """A JSON object that is a call, from behind its brace on; whether it is one."""
         name, arguments, told = None, None, False
-        while (key := (yield from self._token())) != "}":
+        while (key := (yield from self._next())) != "}":
             if key == ",":
                 continue
-            if not key or key[0] != '"' or (yield from self._token()) != ":":
+            if not key or key[0] != '"' or (yield from self._next()) != ":":
                 return False
-            begin, value = self._at, (yield from self._token())
+            begin, value = self._at, (yield from self._next())
             if not value or value in "}]:,;":
                 return False
             if value == "{" and key == '"function"':
@@ -790,9 +787,9 @@ class CallReader:
         self._end = self._at if told else self._end
         return told
 
-    def _token(self) -> Iterator[None]:
-        """The next token of JSON; None for what goes on too long to be one around a call's arguments."""
-        while not (token := JSON_TOKEN.match(self._text, self._at)):
+    def _next(self, kind: re.Pattern[str] = JSON_TOKEN) -> Iterator[None]:
+        """The next token; None for what goes on too long to be one around a call's arguments."""
+        while not (token := kind.match(self._text, self._at)):
             if len(self._text) - self._at > CALL_HEAD_CHARACTERS:
                 return None
             yield None
@@ -865,13 +862,6 @@ def _takes_text(schema: Any) -> bool:
             or any(isinstance(value, str) for value in values))
 
 
-def _part(field: str) -> type[Delta]:
-    """What a response template's field holds."""
-    if field == "tool_calls":
-        return ToolCallDelta
-    return ReasoningDelta if "reason" in field or "think" in field else TextDelta
-
-
 @functools.cache
 def _region_parser() -> type:
     """transformers' ResponseParser, leaving to us what a region says: reading it may fail, and its anchors' groups
@@ -880,9 +870,8 @@ def _region_parser() -> type:
 
     class Regions(ResponseParser):
         def _close_current(self, events: list[dict[str, Any]]) -> None:
-            if self._current is not None and self._opened:
-                value = self._body, dict(self._captures)
-                events.append({"type": "region_close", "field": self._current, "value": value})
+            if self._opened:
+                events.append({"type": "region_close", "field": self._current, "value": (self._body, self._captures)})
             self._reset_to_implicit()
 
     return Regions
@@ -924,8 +913,10 @@ class PartReader:
     def _tell(self, events: Sequence[Mapping[str, Any]], cut: bool = False) -> list[Delta]:
         deltas: list[Delta] = []
         for event in events:
-            part, kind, text = _part(event["field"]), event["type"], event.get("text", "")
-            if event["field"] == "aside":
+            name, kind, text = event["field"], event["type"], event.get("text", "")
+            part = (ToolCallDelta if name == "tool_calls" else
+                    ReasoningDelta if "reason" in name or "think" in name else TextDelta)
+            if name == "aside":
                 self._aside += text
             elif kind == "region_open" and (part is not TextDelta or not self._plain):
                 self.part, self.region, self._beside, self._said, self._owed = part, part, True, True, 0
@@ -998,10 +989,8 @@ class ReplyReader:
     def feed(self, token: int) -> tuple[tuple[Delta, ...], bool]:
         """What `token` makes sendable, and whether that ends the answer: by a stop string, or after its last call."""
         text = self._decoded(token)
-        if not text:
-            return (), False
-        deltas, self._ended = self._checked(self._parts.feed(text) if self._parts else [TextDelta(text)])
-        return deltas, self._ended
+        deltas = () if not text else self._parts.feed(text) if self._parts else [TextDelta(text)]
+        return tuple(self._sendable(deltas)), self._ended
 
     def flush(self) -> tuple[Delta, ...]:
         """What is left when the answer ends; a character that was cut shows as U+FFFD."""
@@ -1009,7 +998,7 @@ class ReplyReader:
             return ()
         text = self._decoder.decode(self._undecoded, **self._options)
         deltas = [*self._parts.feed(text), *self._parts.close()] if self._parts else [TextDelta(text)]
-        deltas, self._ended = self._checked(deltas)
+        deltas = tuple(self._sendable(deltas))
         return deltas if self._ended or not self._held else (*deltas, TextDelta(self._held))
 
     def _decoded(self, token: int) -> str | None:
@@ -1025,32 +1014,30 @@ class ReplyReader:
             self._undecoded.clear()
         return text
 
-    def _checked(self, deltas: Sequence[Delta]) -> tuple[tuple[Delta, ...], bool]:
+    def _sendable(self, deltas: Sequence[Delta]) -> Iterator[Delta]:
         """`deltas` up to what ends the answer, without what is held back."""
-        sent: list[Delta] = []
         for delta in deltas:
             if isinstance(delta, TextDelta):
-                text, stopped = self._unstopped(delta.text)
-                sent += [TextDelta(text)] if text else []
-                if stopped:
-                    return tuple(sent), True
+                shown = [TextDelta(text)] if (text := self._unstopped(self._held + delta.text)) else []
             else:
                 self._calls += isinstance(delta, ToolCallDelta) and delta.name is not None
-                if self._calls > self._max_calls:
-                    return tuple(sent), True
-                sent += [TextDelta(self._held), delta] if self._held else [delta]
+                self._ended = self._calls > self._max_calls
+                shown = [] if self._ended else [TextDelta(self._held), delta] if self._held else [delta]
                 self._held = ""
-        return tuple(sent), self._calls >= self._max_calls and self._parts.calls_ended and not self.begins_call
+            yield from shown
+            if self._ended:
+                return
+        self._ended = self._calls >= self._max_calls and self._parts.calls_ended and not self.begins_call
 
-    def _unstopped(self, text: str) -> tuple[str, bool]:
-        """The text that may be sent, and whether a stop string has ended the answer."""
-        text, self._held = self._held + text, ""
+    def _unstopped(self, text: str) -> str:
+        """What may be sent of it: a stop string ends the answer, and the beginning of one is held back."""
         if found := [at for stop in self._stop if (at := text.find(stop)) >= 0]:
-            return text[: min(found)], True
+            self._held, self._ended = "", True
+            return text[: min(found)]
         begun = (n for stop in self._stop for n in range(1, min(len(text) + 1, len(stop))) if text.endswith(stop[:n]))
         send = len(text) - max(begun, default=0)
         self._held = text[send:]
-        return text[:send], False
+        return text[:send]
 
 
 # ==============================================================================
