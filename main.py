@@ -689,7 +689,7 @@ CALL_FORMS = (  # the first that reads what the chat template makes of a call
 class CallReader:
     """Reads the calls of one region, JSON while it is written. Linear in the text, whatever that is."""
 
-    def __init__(self, form: CallForm, tools: Sequence[Tool], streams: bool = True) -> None:
+    def __init__(self, form: CallForm, tools: Sequence[Tool], streams: bool) -> None:
         self._form = form
         asked = ((tool.name, tool.parameters.get("properties")) for tool in tools)
         self._schemas = {name: properties for name, properties in asked if isinstance(properties, dict)}
@@ -708,14 +708,13 @@ class CallReader:
         if self.found:
             rest = "" if self._form.close or self._end is None else self._text[self._end:].lstrip(" \n,;]}")
             return [TextDelta(rest)] if rest else []
-        deltas: list[Delta] = []
         with contextlib.suppress(*NO_CALL):
             whole = self._whole(cut) if whole is None else whole
-            for call in whole if isinstance(whole, list) else [whole]:
-                call = call.get("function", call)
-                deltas.append(_whole_call(call["name"], call.get("arguments", call.get("parameters"))))
+            calls = [call.get("function", call) for call in (whole if isinstance(whole, list) else [whole])]
+            deltas = [_whole_call(c["name"], c.get("arguments", c.get("parameters"))) for c in calls]
             self.found = bool(deltas)
-        return deltas if self.found else []
+            return deltas
+        return []
 
     def _whole(self, cut: bool) -> Any:
         """The calls of a region that says little before its end. Raises one of NO_CALL for what is none."""
@@ -833,13 +832,8 @@ def _whole_call(name: Any, arguments: Any) -> ToolCallDelta:
 def _plain_arguments(text: str, quote: str) -> str:
     """JSON from Gemma's kind of it, with bare keys and quotes of its own."""
     q = re.escape(quote)
-    tokens = rf'{q}(.*?)(?:{q}|\Z)|"(?:[^"\\]|\\.)*+(?:"|\Z)|(?<![\w.-])([\w.-]++)(?=\s*+:)'
-
-    def plain(match: re.Match[str]) -> str:
-        word = match[2] if match[1] is None else match[1]
-        return match[0] if word is None else json.dumps(word, ensure_ascii=False)
-
-    return re.sub(tokens, plain, text, flags=re.DOTALL)
+    tokens = re.compile(rf'{q}(.*?)(?:{q}|\Z)|"(?:[^"\\]|\\.)*+(?:"|\Z)|(?<![\w.-])([\w.-]++)(?=\s*+:)', re.DOTALL)
+    return tokens.sub(lambda m: json.dumps(m[m.lastindex], ensure_ascii=False) if m.lastindex else m[0], text)
 
 
 def _typed(text: str, schema: Any) -> Any:
@@ -922,7 +916,7 @@ class PartReader:
                 self.part, self.region, self._beside, self._said, self._owed = part, part, True, True, 0
                 self._before, self._blanks = "".join(self._blanks), []
                 if part is ToolCallDelta:
-                    self._call = CallReader(self._form, self._tools, streams=not self._own)
+                    self._call = CallReader(self._form, self._tools, not self._own)
             elif kind == "region_chunk":
                 deltas += self._call.feed(text) if part is ToolCallDelta else self._say(part, text)
             elif kind == "region_close":
