@@ -1069,21 +1069,12 @@ class Progress:
 Report = Callable[[Progress], None]
 
 
-@dataclass(slots=True)
-class SequenceState:
-    """What the model remembers of one sequence. Opaque to everybody else."""
-
-    cache: Any
-
-
-@dataclass(slots=True)
-class Work:
-    """One sequence's share of a step: `tokens` to feed, whether a next token is wanted after them, and how often."""
-
-    state: SequenceState
-    tokens: list[int]
-    wants_token: bool
-    copies: int = 1
+@dataclass(frozen=True, slots=True)
+class Work:  # one sequence's share of a step
+    state: Any  # what the model remembers of the sequence: its own affair
+    tokens: list[int]  # to feed
+    wants_token: bool  # after them
+    copies: int = 1  # of its logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -1508,15 +1499,15 @@ class Model:
         return tokens, re.compile(f"({_any_of(tokens)})")
 
     # -- tokens to logits to tokens ----------------------------------------------------------------------------
-    def open(self) -> SequenceState:
+    def open(self) -> Any:
         """Memory for one new sequence."""
         from transformers import DynamicCache
 
-        return SequenceState(DynamicCache(config=self._config))
+        return DynamicCache(config=self._config)
 
-    def fork(self, state: SequenceState) -> SequenceState:
+    def fork(self, state: Any) -> Any:
         """A second sequence that goes on from the same place."""
-        return SequenceState(copy.deepcopy(state.cache))
+        return copy.deepcopy(state)
 
     def check(self, sampling: Sampling) -> None:
         """Refuse token ids that this model does not have."""
@@ -1563,7 +1554,7 @@ class Model:
         with torch.inference_mode():
             for item in work:
                 ids = torch.tensor([item.tokens], device=self._network.device)
-                out = self._network(input_ids=ids, cache=item.state.cache, use_cache=True, return_dict=True,
+                out = self._network(input_ids=ids, cache=item.state, use_cache=True, return_dict=True,
                                     **self._forward_options)
                 if item.wants_token:
                     rows += [out.logits[0, -1].float()] * item.copies
