@@ -1542,9 +1542,9 @@ class Model:
             raise invalid_value(grammar.param, f"cannot be enforced: {why[:300]}")
         return matcher
 
-    def follow(self, prompt: Prompt) -> GrammarState | None:
-        """A fresh place at the start of what the answer must keep to."""
-        return GrammarState(self._compiled(prompt.grammar).deep_copy()) if prompt.grammar else None
+    def follow(self, prompt: Prompt) -> Any:
+        """A fresh matcher of llguidance at the start of what the answer must keep to; None: it is free."""
+        return self._compiled(prompt.grammar).deep_copy() if prompt.grammar else None
 
     def forward(self, work: Sequence[Work]) -> torch.Tensor | None:
         """Feed every sequence its tokens; the logits `[wanted, vocabulary]` in float32, or None if none is wanted."""
@@ -1720,24 +1720,6 @@ def _for_template(value: Any, mark: Callable[[str], str]) -> Any:
     return [_for_template(v, mark) for v in value] if isinstance(value, list) else value
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarState:
-    """How far one answer has come in its grammar."""
-
-    _matcher: Any
-
-    def allowed(self) -> bytes:
-        """A bit per token that may come next."""
-        return self._matcher.compute_bitmask()
-
-    def take(self, token: int) -> Literal["on", "complete", "broken"]:
-        """Go on by a token; what follows, if anything may."""
-        self._matcher.consume_token(token)
-        if self._matcher.is_error():
-            return "broken"
-        return "complete" if self._matcher.is_stopped() else "on"
-
-
 def uniform(seed: int, n: int, choice: int = 0) -> float:
     """The n-th number in [0, 1) that belongs to `seed` and `choice`, the same on every machine."""
     digest = hashlib.blake2b(struct.pack("<QQ", seed, choice << 48 | n), digest_size=8).digest()
@@ -1843,7 +1825,7 @@ class Choice:
     def draw(self, job: Job) -> Draw:
         n = len(self.produced)
         banned = self.stop_ids if n < job.sampling.min_tokens else frozenset()
-        allowed = self.grammar.allowed() if self.grammar else None
+        allowed = self.grammar.compute_bitmask() if self.grammar else None
         return Draw(job.sampling, n, self.index, self.counts, job.prompt_ids, banned, allowed)
 
 
@@ -1945,11 +1927,12 @@ class Engine:
         choice.counts[token] += 1
         at_end = token in choice.stop_ids
         deltas, stopped = ((), True) if at_end else choice.reader.feed(token)
-        grammar = choice.grammar.take(token) if choice.grammar and not at_end else "on"
-        if grammar == "broken":
-            return self._fail(job, ApiError(400, "What the answer must look like grew beyond what can be followed.",
-                                            "grammar_failed", job.prompt.grammar.param))
-        stopped = stopped or grammar == "complete"
+        if choice.grammar and not at_end:
+            choice.grammar.consume_token(token)
+            if choice.grammar.is_error():
+                return self._fail(job, ApiError(400, "What the answer must look like grew beyond what can be followed.",
+                                                "grammar_failed", job.prompt.grammar.param))
+            stopped = stopped or choice.grammar.is_stopped()
         ended = stopped or len(choice.produced) >= job.sampling.max_new_tokens
         deltas += choice.reader.flush() if ended else ()
         job.emit(Produced(token, deltas, choice.index, None if at_end else logprob, choice.reader.part))

@@ -1084,13 +1084,13 @@ def walk(chosen, prompt, text):
     state = chosen.follow(prompt)
     ids = chosen._decoder.encode(text, add_special_tokens=False).ids
     for at, token in enumerate(ids):
-        if not state.allowed()[token // 8] >> token % 8 & 1:
+        if not state.compute_bitmask()[token // 8] >> token % 8 & 1:
             return chosen._decoder.decode(ids[:at], skip_special_tokens=False), False
-        went = state.take(token)
-        assert went != "broken"
-        if went == "complete":
+        state.consume_token(token)
+        assert not state.is_error()
+        if state.is_stopped():
             return chosen._decoder.decode(ids[: at + 1], skip_special_tokens=False), True
-    return text, any(state.allowed()[token // 8] >> token % 8 & 1 for token in chosen.stop_ids)
+    return text, any(state.compute_bitmask()[token // 8] >> token % 8 & 1 for token in chosen.stop_ids)
 
 
 def accepts(chosen, prompt, text):
