@@ -856,14 +856,15 @@ def _takes_text(schema: Any) -> bool:
 
 @functools.cache
 def _region_parser() -> type:
-    """transformers' ResponseParser, leaving to us what a region says: reading it may fail, and its anchors' groups
-    may be missing. A closed region's value is its text and those groups."""
-    from transformers.utils.chat_parsing import ResponseParser
+    """transformers' ResponseParser, leaving it to us when to read what a region says, which may fail. A closed
+    region's value is its text and what reads that."""
+    from transformers.utils.chat_parsing.response_parser import ResponseParser, process_field
 
     class Regions(ResponseParser):
         def _close_current(self, events: list[dict[str, Any]]) -> None:
             if self._opened:
-                events.append({"type": "region_close", "field": self._current, "value": (self._body, self._captures)})
+                read = functools.partial(process_field, self._body, self._spec.fields[self._current], self._captures)
+                events.append({"type": "region_close", "field": self._current, "value": (self._body, read)})
             self._reset_to_implicit()
 
     return Regions
@@ -936,13 +937,10 @@ class PartReader:
         self.part, self._beside = part, False
         return [part(shown)]
 
-    def _end_call(self, raw: str, captured: dict[str, str], cut: bool) -> list[Delta]:
+    def _end_call(self, raw: str, read: Callable[[], Any], cut: bool) -> list[Delta]:
         whole = None
-        if self._own:
-            from transformers.utils.chat_parsing.content_parsers import process_field
-
-            with contextlib.suppress(*NO_CALL):
-                whole = process_field(raw, self._own, captured)
+        with contextlib.suppress(*NO_CALL):
+            whole = read() if self._own else None
         deltas = self._call.close(whole, cut)
         if self._call.found:
             self.calls_ended = self._beside = True
@@ -1601,8 +1599,6 @@ class Model:
         if calls:
             close = {"close": self._form.close} if self._form.close else {}
             fields["tool_calls"] = {"open": self._form.open.strip()} | close
-        region = {"content_args": {"strip": False}, "repeats": True}
-        fields = {name: region | anchors for name, anchors in fields.items()}
         return load_response_template({"start_anchor": "\0", "fields": fields})
 
     def failure(self, error: Exception) -> ApiError:
