@@ -1369,8 +1369,7 @@ class Model:
             encoder, text = (self._plain_encoder, words[int(piece)]) if n % 2 else (self._decoder, piece)
             ids += encoder.encode(text, add_special_tokens=False).ids
         opening = marker.sub(lambda match: words[int(match[1])], opening)
-        grammar = self._grammar(chat, opening)
-        if grammar:
+        if grammar := self._grammar(chat, opening):
             self._compiled(grammar)
         prompt = Prompt(ids, opening, grammar, chat.tools, chat.must_call, chat.max_calls)
         if chat.continues and self.reader(prompt, ()).begins_call:
@@ -1447,14 +1446,13 @@ class Model:
             else:
                 # The brace that a call may share with an answer in JSON must be a word of its own.
                 bodies.append(f'"{{" {spell(form.open[1:])} calls' if form.bare else f"{spell(form.open)} calls")
-        body = "(" + " | ".join(bodies) + ")"
+        body = f"({' | '.join(bodies)})"
         if thought:
-            inside = opening.rfind(thought.open) > opening.rfind(thought.close)
+            rules.append(self._up_to("thinking", thought.close))
             rest = f"thinking {spell(thought.then)}"
-            rules += [self._up_to("thinking", thought.close),
-                      f"start: {rest if inside else f'({spell(thought.open)} {rest})?'} SPACE {body}"]
-        else:
-            rules.append(f"start: {body}")
+            inside = opening.rfind(thought.open) > opening.rfind(thought.close)
+            body = f"{rest if inside else f'({spell(thought.open)} {rest})?'} SPACE {body}"
+        rules.append(f"start: {body}")
         return Grammar("lark", "\n".join(rules), wanted.param if wanted else "tools")
 
     def _arguments(self, tool: Tool) -> Grammar:
