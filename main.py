@@ -1067,8 +1067,7 @@ Report = Callable[[Progress], None]
 class Work:  # one sequence's share of a step
     state: Any  # what the model remembers of the sequence: its own affair
     tokens: list[int]  # to feed
-    wants_token: bool  # after them
-    copies: int = 1  # of its logits
+    wants: int  # how many choose a next token after them
 
 
 @dataclass(frozen=True, slots=True)
@@ -1331,9 +1330,9 @@ class Model:
         pieces = (tokens[:20], tokens[20:40], tokens[40:])
 
         def logits(*pieces: list[int], beside: bool = False) -> torch.Tensor:
-            state, company = self.open(), [Work(self.open(), tokens[::-1], False)] if beside else []
+            state, company = self.open(), [Work(self.open(), tokens[::-1], 0)] if beside else []
             for piece in pieces:
-                out = self.forward([Work(state, piece, True), *company])
+                out = self.forward([Work(state, piece, 1), *company])
             return out
 
         def differ(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -1541,8 +1540,8 @@ class Model:
                 ids = torch.tensor([item.tokens], device=self._network.device)
                 out = self._network(input_ids=ids, cache=item.state, use_cache=True, return_dict=True,
                                     **self._forward_options)
-                if item.wants_token:
-                    rows += [out.logits[0, -1].float()] * item.copies
+                if item.wants:
+                    rows += [out.logits[0, -1].float()] * item.wants
             return torch.stack(rows) if rows else None
 
     def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
@@ -1883,25 +1882,23 @@ class Engine:
         for job in self._running:
             left = len(job.prompt.tokens) - job.fed
             if not left:
-                plan += [(job, choice, Work(choice.state, [choice.produced[-1]], True)) for choice in job.choices]
+                plan += [(job, choice, Work(choice.state, [choice.produced[-1]], 1)) for choice in job.choices]
             elif room > 0:
                 job.choices = job.choices or [Choice(job, 0, self._model)]
                 size = min(left, room) if self._model.prefills_in_pieces else left
                 tokens = job.prompt.tokens[job.fed: job.fed + size]
                 job.fed, room = job.fed + size, room - size
-                work = Work(job.choices[0].state, tokens, size == left, job.sampling.choices)
-                plan.append((job, job.choices[0], work))
+                wants = job.sampling.choices if size == left else 0
+                plan.append((job, job.choices[0], Work(job.choices[0].state, tokens, wants)))
         return plan
 
     def _drawn(self, plan: Sequence[tuple[Job, Choice, Work]]) -> list[tuple[Job, Choice]]:
         """Who gets a token in this step, in the order of the logits; a prompt that is done forks into its choices."""
         drawn = []
-        for job, first, work in plan:
-            if work.wants_token and not first.produced:
-                job.choices += [Choice(job, n, self._model, first) for n in range(1, work.copies)]
-                drawn += [(job, choice) for choice in job.choices]
-            elif work.wants_token:
-                drawn.append((job, first))
+        for job, choice, work in plan:
+            forks = [Choice(job, n, self._model, choice) for n in range(1, work.wants)]
+            job.choices += forks
+            drawn += [(job, each) for each in (choice, *forks)[: work.wants]]
         return drawn
 
     def _advance(self, job: Job, choice: Choice, token: int, logprob: TokenLogprob | None) -> None:

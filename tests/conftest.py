@@ -66,9 +66,9 @@ class ScriptedModel:
     def forward(self, work):
         self.forwards += 1
         for item in work:
-            if len(item.tokens) > 1 or not item.wants_token:
+            if len(item.tokens) > 1 or not item.wants:
                 self.prompt_tokens += len(item.tokens)
-            if item.wants_token and self.gated:
+            if item.wants and self.gated:
                 self.gate.acquire()
         time.sleep(self.seconds)
 
