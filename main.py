@@ -741,9 +741,7 @@ class CallReader:
                     return
         head = re.compile(self._form.head or r"(?!)")
         while name := (yield from self._next(head)):
-            self.found = True
-            yield ToolCallDelta(name)
-            yield from self._arguments()
+            yield from self._begun(name)
 
     def _call(self) -> Iterator[ToolCallDelta | None]:
         """A JSON object that is a call, from behind its brace on; whether it is one."""
@@ -762,9 +760,8 @@ class CallReader:
             if value in "{[":
                 self._at -= 1
                 if value == "{" and key in ('"arguments"', '"parameters"') and name:
-                    self.found = told = True
-                    yield ToolCallDelta(name)
-                    yield from self._arguments()
+                    told = True
+                    yield from self._begun(name)
                     continue
                 yield from (None for piece in self._value() if piece is None)
                 value = self._text[begin: self._at]
@@ -793,10 +790,11 @@ class CallReader:
         self._at = token.end()
         return token[1]
 
-    def _arguments(self) -> Iterator[ToolCallDelta | None]:
-        self._end = None
-        for piece in self._value():
-            yield piece if piece is None else ToolCallDelta(None, piece)
+    def _begun(self, name: str) -> Iterator[ToolCallDelta | None]:
+        """A call of which only the arguments are still to come."""
+        self.found, self._end = True, None
+        yield ToolCallDelta(name)
+        yield from (piece and ToolCallDelta(None, piece) for piece in self._value())
         self._end = self._at
 
     def _value(self) -> Iterator[str | None]:
@@ -1395,11 +1393,9 @@ class Model:
                 text = self._applied(said, tools, **options, **{
                     "continue_final_message" if chat.continues else "add_generation_prompt": True})
                 before = said[:-1] if chat.continues else said
-                asked = self._applied(before, tools, **options) if has_parts and before else text
+                return text, _beyond(text, self._applied(before, tools, **options) if has_parts and before else text)
             except Exception as error:  # a door to foreign code: templates raise whatever they like
                 first_refusal = first_refusal or error
-            else:
-                return text, _beyond(text, asked)
         log.warning("the chat template refused a request: %s", type(first_refusal).__name__)
         why = str(first_refusal) if type(first_refusal).__name__ == "TemplateError" else "it failed on them"
         raise ApiError(400, f"The model's chat template refuses these messages: {why}", "template_refused", "messages")
@@ -1716,8 +1712,7 @@ def sample_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
         raise ArithmeticError("the model produced logits that are not numbers")
     logits = _adjust_rows(logits, draws)
     tokens = logits.argmax(-1)
-    rows = [i for i, d in enumerate(draws)
-            if d.sampling.temperature and d.sampling.top_p != 0 and d.sampling.top_k != 1]
+    rows = [i for i, s in enumerate(d.sampling for d in draws) if s.temperature and s.top_p != 0 and s.top_k != 1]
     if not rows:
         return tokens.tolist()
     chosen = [draws[i] for i in rows]
