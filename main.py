@@ -854,8 +854,7 @@ def _takes_text(schema: Any) -> bool:
 
 @functools.cache
 def _region_parser() -> type:
-    """transformers' ResponseParser, leaving it to us when to read what a region says, which may fail. A closed
-    region's value is its text and what reads that."""
+    """transformers' ResponseParser, but a closed region's value is its text and what reads it, for that may fail."""
     from transformers.utils.chat_parsing.response_parser import ResponseParser, process_field
 
     class Regions(ResponseParser):
@@ -881,11 +880,10 @@ class PartReader:
         self._aside, self._said = "", False  # text outside of all parts; whether there were any
         self._owed = 0  # characters of the opening that may yet begin an anchor
         self.region: type[Delta] | None = None  # the thought or call that is open
-        self.part: type[Delta] = TextDelta
         self.calls_ended = False
         self._parser = _region_parser()(template, prefix=prompt.opening)
         self._tell(self._parser.initial_events)
-        self.part = self.region or TextDelta
+        self.part: type[Delta] = self.region or TextDelta
         self._blanks.clear()
         self._owed = len(self._parser._buffer) - self._parser._pos
 
