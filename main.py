@@ -1353,17 +1353,13 @@ class Model:
         if (least := -(-size // self._longest_token)) > self.context:
             raise context_error(self.context, f"at least {least}")
         nonce = secrets.token_hex(8)  # a text that guessed the marker could smuggle control tokens after all
-        marker, spelled = re.compile(f"x{nonce}x([0-9]+)x"), dict[str, int]()
-
-        def mark(match: re.Match[str]) -> str:
-            return f"x{nonce}x{spelled.setdefault(match[0], len(spelled))}x"
-
+        marker, mark = re.compile(f"x{nonce}x([0-9a-f]+)x"), lambda match: f"x{nonce}x{match[0].encode().hex()}x"
         rendered, opening = self._render(chat, functools.partial(self._specials.sub, mark))
-        ids, words = [], list(spelled)
-        for n, piece in enumerate(marker.split(rendered)):  # text, marker, text, ...
-            encoder, text = (self._plain_encoder, words[int(piece)]) if n % 2 else (self._decoder, piece)
+        ids = []
+        for n, piece in enumerate(marker.split(rendered)):  # text, what is marked, text, ...
+            encoder, text = (self._plain_encoder, bytes.fromhex(piece).decode()) if n % 2 else (self._decoder, piece)
             ids += encoder.encode(text, add_special_tokens=False).ids
-        opening = marker.sub(lambda match: words[int(match[1])], opening)
+        opening = marker.sub(lambda match: bytes.fromhex(match[1]).decode(), opening)
         if grammar := self._grammar(chat, opening):
             self._compiled(grammar)
         prompt = Prompt(ids, opening, grammar, chat.tools, chat.must_call, chat.max_calls)
@@ -1376,9 +1372,7 @@ class Model:
         template refuses is said in another way, as long as nothing is lost by it."""
         if not self._tokenizer.chat_template:
             raise ApiError(400, "This model has no chat template, so it cannot chat.", "no_chat_template", "messages")
-        messages = chat.messages
-        if not self._shows_calls[bool(chat.tools)]:
-            messages = _calls_as_text(messages, self._form)
+        messages = chat.messages if self._shows_calls[bool(chat.tools)] else _calls_as_text(chat.messages, self._form)
         tools = _for_template([tool.shown for tool in chat.tools], mark) or None
         if tools and self.tools == "generic":
             messages, tools = _with_tools(messages, chat.tools), None
