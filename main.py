@@ -16,6 +16,7 @@ each for loading, for the engine (model, caches, batch) and for SQLite. They tak
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import copy
 import dataclasses
@@ -52,7 +53,7 @@ from dotenv import dotenv_values, load_dotenv
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, SecretStr, Tag, ValidationError
 from pydantic_core import from_json
 from sse_starlette import EventSourceResponse
 from sse_starlette.sse import SendTimeoutError
@@ -98,6 +99,8 @@ class Settings(BaseModel, frozen=True):
     strict_model: bool = Field(False, description="Refuse requests that name another model (404).")
 
     max_tokens: int = Field(256, ge=1, description="Budget of a chat answer that asks for none. Lowered to fit.")
+    max_output_tokens: int | None = Field(
+        None, ge=1, description="Budget of a Responses answer that asks for none. Empty: what the context leaves.")
     temperature: float | None = Field(
         0.7, ge=0, le=2, description="Temperature where a request gives none. Empty: the model's own.")
     max_concurrent_requests: int = Field(16, ge=1, description="Generations that run at once.")
@@ -111,6 +114,8 @@ class Settings(BaseModel, frozen=True):
     sessions_ttl_seconds: float = Field(3600, gt=0, description="How long a session can be read after its end.")
     responses_ttl_seconds: float = Field(
         30 * 86400, gt=0, description="How long a stored answer (`store: true`) can be fetched. On disk only.")
+    responses_max_count: int = Field(10_000, ge=1, description="Stored answers kept on disk. The oldest go first.")
+    responses_max_mib: float = Field(1024, gt=0, description="MiB of stored answers on disk. The oldest go first.")
     session_buffer_frames: int = Field(8192, ge=1, description="Frames of one session kept in memory.")
     session_buffer_mib: float = Field(8, gt=0, description="MiB of one session's frames kept in memory.")
     sessions_buffer_mib: float = Field(256, gt=0, description="MiB of all frames in memory. Finished ones go first.")
@@ -210,8 +215,16 @@ def _plain_json(value: dict[str, Any]) -> dict[str, Any]:
     for depth, _ in enumerate(levels_of(value)):
         if depth == MAX_SCHEMA_DEPTH:
             raise ValueError(f"nested deeper than {MAX_SCHEMA_DEPTH} levels")
-    json.dumps(value, ensure_ascii=False).encode()  # fails on half a character
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # fails on half a character, too
     return value
+
+
+def _few_parts(items: Any) -> Any:
+    messages = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+    lists = (value for item in messages for value in item.values() if isinstance(value, list))
+    if sum(min(len(value), 1024) for value in lists) > MAX_PARTS:  # a longer one is refused at its own place
+        raise ValueError(f"at most {MAX_PARTS} parts in all are taken")
+    return items
 
 
 def _label(label: str) -> str:
@@ -222,7 +235,7 @@ def _label(label: str) -> str:
     return label
 
 
-MAX_SCHEMA_DEPTH = 100
+MAX_SCHEMA_DEPTH, MAX_ITEMS, MAX_PARTS = 100, 4096, 16_384
 Schema = Annotated[dict[str, Any], AfterValidator(_plain_json)]
 # JSON may spell half a character; no tokenizer, file or socket can carry it. Where pydantic measures, it finds it.
 Text = Annotated[str, Field(min_length=0)]
@@ -233,6 +246,7 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Wire(BaseModel, extra="allow", strict=True, allow_inf_nan=False):
@@ -262,6 +276,11 @@ class TemplateOptions(Wire, extra="forbid"):  # all that a client may tell the c
     reasoning_effort: Short | None = None
 
 
+class StreamOptions(Wire):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
 class AnswerRequest(Wire):  # what the requests of all protocols have in common
     model: Text | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -281,13 +300,16 @@ class AnswerRequest(Wire):  # what the requests of all protocols have in common
     structured_outputs: StructuredOutputs | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     session_id: Annotated[str, AfterValidator(_label)] | None = None  # empty is absent
     store: bool | None = None
-    user: Text | None = None
+    user: Short | None = None
     metadata: Annotated[dict[Short, Short] | None, at_most(16)] = None
-    safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
+    safety_identifier: Short | None = None
+    prompt_cache_key: Short | None = None
     service_tier: Short | None = None
 
 
@@ -356,13 +378,9 @@ class ResponseFormat(Wire):
     json_schema: JsonSchemaFormat | None = None
 
 
-class StreamOptions(Wire):
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-
-
 class ChatRequest(AnswerRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), at_most(4096)]
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, fail_fast=True), BeforeValidator(_few_parts), at_most(MAX_ITEMS)]
     max_completion_tokens: Budget | None = None
     max_tokens: Budget | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
@@ -370,14 +388,127 @@ class ChatRequest(AnswerRequest):
     response_format: ResponseFormat | None = None
     tools: Annotated[list[ToolDefinition] | None, at_most(256)] = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
-    stream_options: StreamOptions | None = None
+    reasoning_effort: Effort | None = None
+
+
+# -- Responses -------------------------------------------------------------------------------------------------
+class Foreign(BaseModel, extra="ignore", strict=True):  # known, and without a meaning here: left aside by name
+    type: Short
+
+
+# What agents send along of tools that are not here.
+FOREIGN_ITEMS = re.compile(
+    r"(additional_tools|agent_message|ghost_snapshot|program|program_output|compaction_trigger|(context_)?compaction(_summary)?"
+    r"|mcp_(list_tools|approval_request|approval_response)"
+    r"|(web_search|file_search|image_generation|code_interpreter|computer|local_shell|shell|apply_patch|custom_tool"
+    r"|tool_search|mcp)_(call|call_output|output))")
+
+
+def _is_foreign(value: Any) -> bool:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return isinstance(kind, str) and bool(FOREIGN_ITEMS.fullmatch(kind))
+
+
+def _is_hosted(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") != "function" and isinstance(value.get("type"), str)
+
+
+def or_foreign(ours: type[Wire], is_foreign: Callable[[Any], bool]) -> Any:
+    # The tags are in capitals, which error paths leave out.
+    either = Annotated[ours, Tag("OURS")] | Annotated[Foreign, Tag("FOREIGN")]
+    return Annotated[either, Discriminator(lambda value: "FOREIGN" if is_foreign(value) else "OURS")]
+
+
+Unread = Annotated[Any, AfterValidator(lambda _: None)]
+
+
+class ItemPart(ContentPart):
+    annotations: Unread = None  # these two come back with an answer that is sent again
+    logprobs: Unread = None
+
+
+ItemParts = Annotated[list[ItemPart], at_most(1024)]
+
+
+class InputItem(ItemPart):  # its `type` says which of these it needs
+    type: Short | None = None
+    id: Short | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Text | ItemParts | None = None
+    summary: ItemParts | None = None
+    call_id: Short | None = None
+    name: Short | None = None
+    arguments: Text | None = None
+    output: Text | ItemParts | None = None
+
+
+class FunctionTool(ToolFunction):
+    type: Literal["function"]
+
+
+class ToolName(Wire):
+    type: Short
+    name: Short | None = None
+
+
+class ResponseToolChoice(ToolName):
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[ToolName] | None, at_most(256)] = None
+
+
+class TextFormat(Wire):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Short | None = None
+    description: Text | None = None
+    schema_: Schema | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Wire):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(Wire):
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+Given = or_foreign(InputItem, _is_foreign)
+LOGPROBS = "message.output_text.logprobs"
+Includable = Literal[
+    "message.output_text.logprobs", "reasoning.encrypted_content", "message.input_image.image_url",
+    "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+    "computer_call_output.output.image_url", "code_interpreter_call.outputs"]
+
+
+class ResponsesRequest(AnswerRequest):
+    input: Text | Annotated[
+        list[Given], Field(fail_fast=True), BeforeValidator(_few_parts), at_most(MAX_ITEMS)] | None = None
+    instructions: Text | None = None
+    previous_response_id: Short | None = None
+    max_output_tokens: Budget | None = None
+    max_tool_calls: Budget | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: Annotated[list[or_foreign(FunctionTool, _is_hosted)] | None, at_most(256)] = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    include: Annotated[list[Includable] | None, at_most(16)] = None
+    background: bool | None = None
 
 
 # What would change the answer and is not built: refused by name, unless the value says "off", as SDKs send it.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    # the other protocol's, or both protocols' of OpenAI's
+    "messages": (), "n": (1,), "max_tokens": (), "max_completion_tokens": (), "response_format": (),
+    "reasoning_effort": (), "logprobs": (False,), "instructions": (), "previous_response_id": (),
+    "max_output_tokens": (), "background": (False,), "truncation": ("disabled",), "text": (), "max_tool_calls": (),
+    "conversation": (), "context_management": ([],), "generation_config": (), "reasoning.context": ("auto",),
+    "reasoning.mode": ("standard",), "background_options": (), "access_programs": (), "image": (), "personality": (),
+    # other servers'
     "best_of": (1,), "length_penalty": (1, 1.0), "prompt_logprobs": (0,), "bad_words": ([],), "typical_p": (1, 1.0),
     "use_beam_search": (False,), "mirostat": (0,), "functions": ([],), "function_call": ("none", "auto"),
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "grammar": (), "json_schema": (),
@@ -387,6 +518,11 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,), "truncate_prompt_tokens": (), "prompt_embeds": (), "input_embeds": (),
     "image_embeds": (), "input_ids": (), "prompt": (), "input": (),
 }
+INSTEAD = {  # how the other protocol says it
+    "messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format", "reasoning_effort": "reasoning.effort", "logprobs": "include",
+    "input": "messages", "max_output_tokens": "max_completion_tokens", "text": "response_format",
+    "reasoning": "reasoning_effort"}
 NOT_BUILT_IN_MESSAGES = re.compile(r"messages\[\d+\]\.(function_call|audio)")  # the same, inside a message
 HARMLESS = {"prompt_cache_options", "prompt_cache_retention"}  # known to be sent, and changes nothing here
 
@@ -397,7 +533,8 @@ def ignored_fields(body: AnswerRequest) -> dict[str, str]:
     for path, value in _unknown_fields(body, ""):
         if path in NOT_BUILT or NOT_BUILT_IN_MESSAGES.fullmatch(path):
             if not any(type(value) is type(off) and value == off for off in NOT_BUILT.get(path, ())):
-                raise ApiError(400, f"`{path}` is not supported by this server yet.", "unsupported_parameter", path)
+                hint = f"; use `{INSTEAD[path]}`" if path in INSTEAD else ""
+                raise ApiError(400, f"`{path}` is not supported here{hint}.", "unsupported_parameter", path)
         elif path not in HARMLESS:
             names.append(path)
     # Any character that a client may have sent is made safe, and the length stays bounded.
@@ -410,6 +547,8 @@ def _unknown_fields(value: object, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, list):
         for n, item in enumerate(value):
             yield from _unknown_fields(item, f"{path}[{n}]")
+    elif isinstance(value, Foreign):
+        yield f"{path}.{value.type}", None
     elif isinstance(value, Wire):
         prefix = f"{path}." if path else ""
         yield from ((prefix + name, extra) for name, extra in (value.model_extra or {}).items() if extra is not None)
@@ -483,6 +622,8 @@ class Chat:  # what the model is asked
     grammar: Grammar | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # what the template is told besides
     continues: bool = False  # the last message is the beginning of the answer
+    shortens: bool = False  # the oldest turns may go where all do not fit
+    param: str = "messages"  # the field that they came in
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,6 +654,7 @@ class Sampling:  # None is filled from the operator's or the model's defaults be
     min_tokens: int = 0  # before so many no token ends the answer
     choices: int = 1
     top_logprobs: int | None = None  # None: no logprobs at all
+    default_new_tokens: int | None = None  # where none are asked for: so many, as far as they fit, or all that fit
 
     def filled(self, defaults: Sampling) -> Sampling:
         """A copy in which `defaults` answers whatever was left open."""
@@ -521,8 +663,15 @@ class Sampling:  # None is filled from the operator's or the model's defaults be
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:  # the prompt fits and waits for a place
+class Queued:
+    """The job waits, for the model to load or for a place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:  # the prompt fits
     prompt_tokens: int
+    sampling: Sampling
+    dropped: int = 0  # messages that had to go
 
 
 @dataclass(frozen=True, slots=True)
@@ -575,7 +724,7 @@ class Failed:
 
 
 Delta = TextDelta | ReasoningDelta | ToolCallDelta
-Event = Accepted | Started | Produced | Finished | Failed
+Event = Queued | Accepted | Started | Produced | Finished | Failed
 
 
 # ==============================================================================
@@ -880,7 +1029,7 @@ class PartReader:
         self._aside, self._said = "", False  # text outside of all parts; whether there were any
         self._owed = 0  # characters of the opening that may yet begin an anchor
         self.region: type[Delta] | None = None  # the thought or call that is open
-        self.calls_ended = False
+        self.calls_ended, self._must_call = False, prompt.must_call
         self._parser = _region_parser()(template, prefix=prompt.opening)
         self._tell(self._parser.initial_events)
         self.part: type[Delta] = self.region or TextDelta
@@ -896,8 +1045,11 @@ class PartReader:
         self._parser._process(events, eos=True)  # its `finalize` would insist on fields
         deltas = self._tell(events, cut=True)
         if not self._said and self._aside:
-            return [TextDelta(self._aside)]
-        return [*deltas, self.part("".join(self._blanks))] if self._blanks else deltas
+            deltas = [TextDelta(self._aside)]
+        elif self._blanks:
+            deltas.append(self.part("".join(self._blanks)))
+        # Where nothing but calls may be written, text is the beginning of one that was cut.
+        return [delta for delta in deltas if not (self._must_call and isinstance(delta, TextDelta))]
 
     def _tell(self, events: Sequence[Mapping[str, Any]], cut: bool = False) -> list[Delta]:
         deltas: list[Delta] = []
@@ -1351,7 +1503,7 @@ class Model:
         size = sum(len(text) for m in chat.messages for text in (m.content, m.reasoning or "", *map(str, m.tool_calls)))
         size += sum(len(str(tool.shown)) for tool in chat.tools)
         if (least := -(-size // self._longest_token)) > self.context:
-            raise context_error(self.context, f"at least {least}")
+            raise context_error(self.context, f"at least {least}", chat.param)
         nonce = secrets.token_hex(8)  # a text that guessed the marker could smuggle control tokens after all
         marker, mark = re.compile(f"x{nonce}x([0-9a-f]+)x"), lambda match: f"x{nonce}x{match[0].encode().hex()}x"
         rendered, opening = self._render(chat, functools.partial(self._specials.sub, mark))
@@ -1364,14 +1516,14 @@ class Model:
             self._compiled(grammar)
         prompt = Prompt(ids, opening, grammar, chat.tools, chat.must_call, chat.max_calls)
         if chat.continues and self.reader(prompt, ()).begins_call:
-            raise invalid_value("messages", "the last one begins a call, which cannot be continued")
+            raise invalid_value(chat.param, "the last message begins a call, which cannot be continued")
         return prompt
 
     def _render(self, chat: Chat, mark: Callable[[str], str]) -> tuple[str, str]:
         """The chat in the model's template, every text of it `mark`ed, and what of it belongs to the answer. What a
         template refuses is said in another way, as long as nothing is lost by it."""
         if not self._tokenizer.chat_template:
-            raise ApiError(400, "This model has no chat template, so it cannot chat.", "no_chat_template", "messages")
+            raise ApiError(400, "This model has no chat template, so it cannot chat.", "no_chat_template", chat.param)
         messages = chat.messages if self._shows_calls[bool(chat.tools)] else _calls_as_text(chat.messages, self._form)
         tools = _for_template([tool.shown for tool in chat.tools], mark) or None
         if tools and self.tools == "generic":
@@ -1390,7 +1542,7 @@ class Model:
                 first_refusal = first_refusal or error
         log.warning("the chat template refused a request: %s", type(first_refusal).__name__)
         why = str(first_refusal) if type(first_refusal).__name__ == "TemplateError" else "it failed on them"
-        raise ApiError(400, f"The model's chat template refuses these messages: {why}", "template_refused", "messages")
+        raise ApiError(400, f"The model's chat template refuses these messages: {why}", "template_refused", chat.param)
 
     def _message(self, message: Message, mark: Callable[[str], str]) -> dict[str, Any]:
         """A message as this model's template takes it, with every string `mark`ed."""
@@ -1596,13 +1748,13 @@ class Model:
         return ApiError(500, "The model failed while generating.", "generation_failed")
 
 
-def context_error(context: int, prompt: int | str, budget: int | None = None) -> ApiError:
+def context_error(context: int, prompt: int | str, param: str, budget: int | None = None) -> ApiError:
     """The refusal of what does not fit, with both numbers."""
     asked = f"your messages have {prompt} tokens"
     if budget is not None:
         asked = f"you asked for {int(prompt) + budget} tokens ({prompt} in the messages, {budget} for the answer)"
     return ApiError(400, f"This model's maximum context length is {context} tokens, but {asked}. Shorten the messages"
-                    " or the answer.", "context_length_exceeded", "messages")
+                    " or the answer.", "context_length_exceeded", param)
 
 
 def _any_of(words: Iterable[str]) -> str:
@@ -1802,7 +1954,7 @@ class Engine:
     """Runs every generation. The engine thread owns all of this; other threads touch `_inbox` only."""
 
     def __init__(self, model: Model, places: int, chunk: int) -> None:
-        self._model, self._places, self._chunk = model, 1 if model.runs_alone else places, chunk
+        self._model, self.places, self._chunk = model, 1 if model.runs_alone else places, chunk
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
@@ -1835,7 +1987,7 @@ class Engine:
         self._waiting = deque(job for job in self._waiting if not job.cancelled)
         while self._waiting:
             taken = sum(job.sampling.choices for job in self._running)
-            if taken and taken + self._waiting[0].sampling.choices > self._places:
+            if taken and taken + self._waiting[0].sampling.choices > self.places:
                 break
             self._running.append(self._waiting.popleft())
             self._running[-1].emit(Started())
@@ -1934,7 +2086,7 @@ UNSTORED_TTL_SECONDS = 60.0  # frames of `store: false` stay in memory so long a
 SESSION_BYTES, FRAME_BYTES = 4096, 160  # what a session costs beside its frames, and a frame beside its text
 READ_BATCH_FRAMES = 256
 LISTED_SESSIONS = 1000
-MAX_UNSAVED_WRITES = 50_000
+MAX_UNSAVED_WRITES, MAX_UNSAVED_CHARACTERS = 50_000, 2**28
 RETRY_SECONDS = 1.0
 
 
@@ -1971,6 +2123,7 @@ class Session:
     made: int = 0  # frames numbered, of which the last may not be on disk yet
     result: dict[str, Any] | None = None
     asked: dict[str, Any] | None = None  # what is kept of the request beside the result, if it is to be kept
+    object_bytes: int = 0  # of these two, as JSON
     error: ApiError | None = None
     readers: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -1982,6 +2135,10 @@ class Session:
     @property
     def count(self) -> int:  # frames that readers may have; the next one gets this index
         return self.first + len(self.frames)
+
+    @property
+    def size(self) -> int:  # what it takes in memory, roughly
+        return self.bytes + self.object_bytes + SESSION_BYTES
 
     @property
     def closed(self) -> bool:
@@ -2016,6 +2173,10 @@ class Session:
                 "created_at": self.created, "ended_at": self.ended, "frames": self.count, "readers": self.readers}
 
 
+def unknown_answer() -> ApiError:
+    return ApiError(404, "There is no stored answer of that id, or it has expired.", "not_found", "id")
+
+
 class SessionStore:
     """Finds sessions, keeps their frames within bounds, and reads on from disk what memory let go. Loop only."""
 
@@ -2023,6 +2184,7 @@ class SessionStore:
         self._settings, self._log = settings, log
         self._by_id: dict[str, Session] = {}
         self._by_name: dict[tuple[str, str], Session] = {}
+        self._forgotten = deque[str](maxlen=LISTED_SESSIONS)  # rows of these may still be on their way from disk
 
     async def begin(self, session: Session) -> None:
         """Make `session` known, on disk too. Raises ApiError 409 `session_exists` where its label is taken."""
@@ -2034,8 +2196,19 @@ class SessionStore:
         self._remember(session)
         written = asyncio.Event()
         row = (session.id, session.label, session.owner, session.kind, session.created, session.status)
-        self._write(session, [("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, NULL, ?)", row)], written.set)
+        rows = [("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, NULL, ?)", row), *self._object_rows(session)]
+        self._write(session, rows, written.set)
         await written.wait()
+
+    @staticmethod
+    def _object_rows(session: Session) -> list[Statement]:
+        """What keeps the answer as an object, if it is to be kept."""
+        if session.asked is None or session.result is None:
+            return []
+        asked, result = json.dumps(session.asked), json.dumps(session.result)
+        session.object_bytes = len(asked) + len(result)
+        return [("INSERT OR REPLACE INTO objects VALUES (?, ?, ?, ?, ?, ?)", (
+            session.id, session.owner, time.time(), asked, result, session.object_bytes))]
 
     def _write(self, session: Session, statements: Sequence[Statement], then: Callable[[], None]) -> None:
         """Call `then` once `statements` are on disk; at once, where the session is in memory only."""
@@ -2053,9 +2226,15 @@ class SessionStore:
             del self._by_name[session.owner, session.name]
 
     def forget(self, session: Session) -> None:
-        """Drop a session that came to nothing."""
+        """Drop a session, and all that is kept of it."""
         self._evict(session)
-        self._write(session, [("DELETE FROM sessions WHERE id = ?", (session.id,))], lambda: None)
+        self._forgotten.append(session.id)
+        self._write(session, _deletion(session.id), lambda: None)
+
+    async def delete(self, id: str, owner: str) -> None:
+        """Drop a stored answer and its session. Raises ApiError 404 where there is none."""
+        await self.kept(id, owner)
+        self.forget(self._by_id.get(id) or Session(id, "", owner=owner))
 
     async def find(self, ref: str, owner: str) -> Session | None:
         """The session of that id or label, if it is this owner's and has not expired."""
@@ -2075,7 +2254,7 @@ class SessionStore:
                  f" (SELECT COALESCE(MAX(idx) + 1, 0) FROM frames WHERE session = id) FROM sessions WHERE {where}")
         for row in await self._log.rows(query, values) if self._log else []:
             session = Session(*row, made=row[-1])
-            if session.id not in self._by_id and not self._expired(session):
+            if session.id not in self._by_id and session.id not in self._forgotten and not self._expired(session):
                 self._remember(session)
 
     def _expired(self, session: Session) -> bool:
@@ -2092,9 +2271,7 @@ class SessionStore:
             session.made, behind = session.made + 1, b""
         if status:
             rows.append(("UPDATE sessions SET status = ?, ended = ? WHERE id = ?", (status, now, session.id)))
-            if session.asked and session.result:
-                rows.append(("INSERT INTO objects VALUES (?, ?, ?, ?, ?)", (
-                    session.id, session.owner, now, json.dumps(session.asked), json.dumps(session.result))))
+            rows += self._object_rows(session)
 
         def publish() -> None:
             bounds = self._settings.session_buffer_frames, self._settings.session_buffer_mib * 2**20
@@ -2105,20 +2282,26 @@ class SessionStore:
         self._write(session, rows, publish)
 
     async def kept(self, id: str, owner: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a stored answer was asked, and the answer. Raises ApiError 404 where there is none."""
+        """What a stored answer was asked, and the answer, or the beginning of one that is being made. Raises ApiError
+        404 where there is none."""
         session = self._in_memory(id, owner)
-        if session and session.id == id and session.closed and session.asked and session.result:
+        if session and session.id == id and session.asked and session.result:
             return session.asked, session.result
         query = "SELECT asked, result FROM objects WHERE id = ? AND owner = ?"
         rows = await self._log.rows(query, (id, owner)) if self._log else []
         if not rows:
-            raise ApiError(404, "There is no stored answer of that id, or it has expired.", "not_found", "id")
+            raise unknown_answer()
         return json.loads(rows[0][0]), json.loads(rows[0][1])
+
+    def renew(self, ids: Iterable[str]) -> None:
+        """Count the age of these stored answers from now on: what is still built upon must not expire."""
+        if self._log:
+            self._log.write("", [("UPDATE objects SET created = ? WHERE id = ?", (time.time(), id)) for id in ids])
 
     def check_position(self, session: Session, after: int) -> None:
         """Refuse an index that no reader can have seen, or one whose successors are gone."""
         if after >= session.count:
-            raise ApiError(400, f"Last-Event-ID names frame {after}, but the session has {session.count} so far.",
+            raise ApiError(400, f"There is no frame {after} to go on from: the session has {session.count} frames.",
                            "invalid_last_event_id", "Last-Event-ID")
         if after + 1 < session.first and not (self._log and session.stored):
             raise self._events_expired()
@@ -2157,11 +2340,11 @@ class SessionStore:
 
     def _bound_memory(self) -> None:
         """Above the bound of all frames, drop finished sessions from memory, the oldest first."""
-        over = sum(s.bytes + SESSION_BYTES for s in self._by_id.values()) - self._settings.sessions_buffer_mib * 2**20
+        over = sum(s.size for s in self._by_id.values()) - self._settings.sessions_buffer_mib * 2**20
         if over <= 0 or (self._log and self._log.degraded):  # what is not on disk yet must not leave memory
             return
         for session in sorted((s for s in self._by_id.values() if s.closed and not s.readers), key=lambda s: s.ended):
-            over -= session.bytes + SESSION_BYTES
+            over -= session.size
             self._evict(session)
             if over <= 0:
                 return
@@ -2172,26 +2355,37 @@ class SessionStore:
             self._evict(session)
         if self._log:
             horizon = time.time() - self._settings.sessions_ttl_seconds
+            settings = self._settings
             self._log.write("", [
-                ("DELETE FROM objects WHERE created < ?", (time.time() - self._settings.responses_ttl_seconds,)),
+                ("DELETE FROM objects WHERE id IN (SELECT id FROM (SELECT id, created, ROW_NUMBER() OVER newest AS n,"
+                 " SUM(size) OVER newest AS bytes FROM objects WINDOW newest AS (ORDER BY created DESC, id))"
+                 " WHERE created < ? OR n > ? OR bytes > ?)"
+                 " AND id NOT IN (SELECT id FROM sessions WHERE ended IS NULL)",
+                 (time.time() - settings.responses_ttl_seconds, settings.responses_max_count,
+                  settings.responses_max_mib * 2**20)),
                 ("DELETE FROM frames WHERE session IN (SELECT id FROM sessions WHERE ended < ?)", (horizon,)),
                 ("DELETE FROM sessions WHERE ended < ?", (horizon,))])
 
 
-SCHEMA = """
-PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;
-CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, label TEXT, owner TEXT NOT NULL, kind TEXT NOT NULL,
-    created REAL NOT NULL, ended REAL, status TEXT NOT NULL) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS sessions_by_label ON sessions (owner, label);
-CREATE INDEX IF NOT EXISTS sessions_by_end ON sessions (ended);
-CREATE TABLE IF NOT EXISTS frames (session TEXT NOT NULL, idx INTEGER NOT NULL, event TEXT, data TEXT NOT NULL,
-    tokens BLOB NOT NULL, PRIMARY KEY (session, idx)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS objects (id TEXT PRIMARY KEY, owner TEXT NOT NULL, created REAL NOT NULL,
-    asked TEXT NOT NULL, result TEXT NOT NULL) WITHOUT ROWID;
-"""
-SCHEMA_VERSION = 2  # 1 had no objects
+SCHEMA = (  # step by step: a file of any age takes those it has not taken yet
+    """CREATE TABLE sessions (id TEXT PRIMARY KEY, label TEXT, owner TEXT NOT NULL, kind TEXT NOT NULL,
+        created REAL NOT NULL, ended REAL, status TEXT NOT NULL) WITHOUT ROWID;
+    CREATE INDEX sessions_by_label ON sessions (owner, label);
+    CREATE INDEX sessions_by_end ON sessions (ended);
+    CREATE TABLE frames (session TEXT NOT NULL, idx INTEGER NOT NULL, event TEXT, data TEXT NOT NULL,
+        tokens BLOB NOT NULL, PRIMARY KEY (session, idx)) WITHOUT ROWID;""",
+    """CREATE TABLE objects (id TEXT PRIMARY KEY, owner TEXT NOT NULL, created REAL NOT NULL,
+        asked TEXT NOT NULL, result TEXT NOT NULL) WITHOUT ROWID;""",
+    """ALTER TABLE objects ADD COLUMN size INTEGER NOT NULL DEFAULT 0;
+    CREATE INDEX objects_by_age ON objects (created DESC, id, size);""")
 Statement = tuple[str, tuple[Any, ...]]
 Write = tuple[str, Sequence[Statement], Callable[[], None] | None]  # whose it is, what to do, whom to tell
+
+
+def _deletion(id: str) -> list[Statement]:
+    """What removes all of a session from disk."""
+    places = ("frames WHERE session", "sessions WHERE id", "objects WHERE id")
+    return [(f"DELETE FROM {place} = ?", (id,)) for place in places]
 
 
 class SessionLog:
@@ -2218,9 +2412,11 @@ class SessionLog:
             self._lock.execute("BEGIN EXCLUSIVE")
             self._path.touch(mode=0o600)
             self._db = connect(self._path, timeout=0.25)
-            if (found := self._db.execute("PRAGMA user_version").fetchone()[0]) > SCHEMA_VERSION:
-                raise sqlite3.DatabaseError(f"its schema has version {found}, this server writes {SCHEMA_VERSION}")
-            self._db.executescript(f"{SCHEMA} PRAGMA user_version = {SCHEMA_VERSION};")
+            self._db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;")
+            if (found := self._db.execute("PRAGMA user_version").fetchone()[0]) > len(SCHEMA):
+                raise sqlite3.DatabaseError(f"its schema has version {found}, this server writes {len(SCHEMA)}")
+            for version, step in enumerate(SCHEMA[found:], found + 1):
+                self._db.executescript(f"BEGIN; {step} PRAGMA user_version = {version}; COMMIT;")
         except (sqlite3.Error, OSError) as error:
             hint = "another server has it open" if "locked" in str(error) else error
             raise SystemExit(f"SESSIONS_DB_PATH {self._path} cannot be used: {hint}. Choose another file or set "
@@ -2271,18 +2467,21 @@ class SessionLog:
         """Commit everything that waits in one go; after a fault, show it all the same and try again later."""
         self._unsaved += [(session, statement) for session, statements, _ in writes if session not in self._lost
                           for statement in statements]
-        if self._unsaved and time.monotonic() >= self._retry_at:
+        while self._unsaved and time.monotonic() >= self._retry_at:
             try:
                 if not self._path.exists():
                     raise sqlite3.OperationalError("the file is gone")
                 with self._db:  # commits, or rolls back
                     self._db.execute("BEGIN IMMEDIATE")
-                    for _, statement in self._unsaved:
-                        self._db.execute(*statement)
+                    for waiting in self._unsaved:
+                        self._db.execute(*waiting[1])
                 self._unsaved.clear()
                 if self.degraded:
                     log.warning("session storage works again")
                 self.degraded = False
+            except sqlite3.DataError as error:  # what no file would take must not keep all others out
+                log.warning("session %s is not stored: %s", waiting[0], error)
+                self._lose({waiting[0]})
             except sqlite3.Error as error:
                 self._give_up(error)
         if done := [then for _, _, then in writes if then]:
@@ -2293,10 +2492,15 @@ class SessionLog:
         if not self.degraded:
             log.warning("session storage fails (%s): streams go on, what they send is not on disk yet", error)
         self.degraded, self._retry_at = True, time.monotonic() + RETRY_SECONDS
-        if len(self._unsaved) > MAX_UNSAVED_WRITES:
-            self._lost |= {session for session, _ in self._unsaved} - {""}
-            self._unsaved = [("", (f"DELETE FROM {rows} = ?", (session,))) for session in self._lost
-                             for rows in ("frames WHERE session", "sessions WHERE id")]
+        held = sum(len(value) for _, (_, values) in self._unsaved for value in values if isinstance(value, str))
+        if len(self._unsaved) > MAX_UNSAVED_WRITES or held > MAX_UNSAVED_CHARACTERS:
+            self._lose({session for session, _ in self._unsaved} | self._lost)
+
+    def _lose(self, sessions: set[str]) -> None:
+        """Have nothing of these sessions on disk, rather than a hole."""
+        self._lost |= sessions - {""}
+        self._unsaved = [waiting for waiting in self._unsaved if waiting[0] not in sessions]
+        self._unsaved += [("", statement) for session in sessions for statement in _deletion(session)]
 
 
 # ==============================================================================
@@ -2319,6 +2523,14 @@ def unknown_model(name: str, settings: Settings) -> ApiError:
                     "model_not_found", "model")
 
 
+def check_answer(body: AnswerRequest, settings: Settings) -> None:
+    """Refuse what is well-formed and still cannot be done."""
+    if settings.strict_model and body.model not in (None, settings.served_id):
+        raise unknown_model(body.model, settings)
+    if body.stream_options and not body.stream:
+        raise invalid_value("stream_options", "set `stream` to true", "`stream_options` is only for streams")
+
+
 def shared_sampling(body: AnswerRequest, settings: Settings, **own: Any) -> Sampling:
     """How to answer; the operator's temperature and a drawn seed fill gaps. `own` is what a protocol spells itself."""
     alike = {f.name for f in dataclasses.fields(Sampling)} & AnswerRequest.model_fields.keys()
@@ -2338,11 +2550,10 @@ def template_options(body: AnswerRequest, effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"} | options
 
 
-def asked_tools(functions: Mapping[str, ToolFunction], choice: ToolChoice | str | None,
-                parallel: bool | None) -> tuple[tuple[Tool, ...], bool, int | None]:
-    """The tools that may be called of `functions`, by their places; whether one must be, and how many may at most."""
-    if choice == "none":
-        return (), False, None
+def asked_tools(functions: Mapping[str, ToolFunction], names: Sequence[str] | None, must: bool,
+                most: int | None) -> tuple[tuple[Tool, ...], bool, int | None]:
+    """The tools of `functions`, by their places, that may be called: all, or those `names`; whether one must be, and
+    how many may at most."""
     tools: dict[str, Tool] = {}
     for where, function in functions.items():
         if function.name in tools:
@@ -2353,37 +2564,37 @@ def asked_tools(functions: Mapping[str, ToolFunction], choice: ToolChoice | str 
         shown = {"name": function.name, "description": function.description or "", "parameters": schema}
         shown = {"type": "function", "function": shown}
         tools[function.name] = Tool(function.name, schema, bool(function.strict), shown, f"{where}.parameters")
-    wanted, must, most = list(tools), choice == "required", 1 if parallel is False else None
-    if isinstance(choice, ToolChoice):
-        other = "allowed_tools" if choice.type == "function" else "function"
-        if getattr(choice, choice.type) is None:
-            raise invalid_value(f"tool_choice.{choice.type}", "missing")
-        if getattr(choice, other) is not None:
-            raise invalid_value(f"tool_choice.{other}", f"not for the type `{choice.type}`")
-        if choice.function:
-            wanted, must, most = [choice.function.name], True, 1
-        else:
-            wanted = [tool.function.name for tool in choice.allowed_tools.tools]
-            must = choice.allowed_tools.mode == "required"
+    wanted = tools if names is None else dict.fromkeys(names)
     if must and not wanted:
         raise invalid_value("tool_choice", "there are no `tools` to choose from")
     if missing := [name for name in wanted if name not in tools]:
         raise invalid_value("tool_choice", f"`tools` has no function `{missing[0]}`")
-    return tuple(tools[name] for name in dict.fromkeys(wanted)), must, most
+    return tuple(tools[name] for name in wanted), must, most
+
+
+def plain_choice(choice: str | None, parallel: bool | None) -> tuple[list[str] | None, bool, int | None]:
+    """A choice without names: what `asked_tools` takes of it."""
+    return [] if choice == "none" else None, choice == "required", 1 if parallel is False else None
 
 
 def function_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def text_of(part: ContentPart, where: str, kinds: Sequence[str] = ("text", "refusal")) -> str:
+    """What a part of one of these kinds says. Raises ApiError 400 for another."""
+    if part.type not in kinds:
+        raise refuse_media(part.type, where)
+    key = "refusal" if part.type == "refusal" else "text"
+    if (text := getattr(part, key)) is None:
+        raise invalid_value(f"{where}.{key}", "missing")
+    return text
+
+
 def joined_text(content: str | list[ContentPart] | None, where: str) -> str:
-    parts = content if isinstance(content, list) else []
-    for n, part in enumerate(parts):
-        if part.type not in ("text", "refusal"):
-            raise refuse_media(part.type, f"{where}[{n}]")
-        if getattr(part, part.type) is None:
-            raise invalid_value(f"{where}[{n}].{part.type}", "missing")
-    return "\n".join(getattr(part, part.type) for part in parts) if parts else content or ""
+    if not isinstance(content, list):
+        return content or ""
+    return "\n".join(text_of(part, f"{where}[{n}]") for n, part in enumerate(content))
 
 
 def structured_grammar(wanted: StructuredOutputs) -> Grammar:
@@ -2398,6 +2609,16 @@ def structured_grammar(wanted: StructuredOutputs) -> Grammar:
     return Grammar("lark", f"start: {rule}" if choices else wanted.grammar, param)
 
 
+def answer_grammar(kind: str, schema: dict[str, Any] | None, extra: StructuredOutputs | None,
+                   param: str) -> Grammar | None:
+    """What the answer must look like: text, any JSON object, or of a schema; or what the extension says."""
+    if kind == "text":
+        return structured_grammar(extra) if extra else None
+    if extra:
+        raise invalid_value("structured_outputs", f"not together with `{param}`")
+    return json_grammar(schema or {"type": "object"}, param)
+
+
 def json_grammar(schema: dict[str, Any] | str, param: str) -> Grammar:
     """A schema as a grammar. White space is fixed: with a free hand a small model pads for ever."""
     schema = parse_json(schema, param) if isinstance(schema, str) else schema
@@ -2407,7 +2628,7 @@ def json_grammar(schema: dict[str, Any] | str, param: str) -> Grammar:
     return Grammar("json", json.dumps(schema, ensure_ascii=False), param)
 
 
-def logprob_list(items: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+def logprob_list(items: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
     def entry(item: TokenLogprob) -> dict[str, Any]:
         return {"token": item.text, "bytes": list(item.bytes), "logprob": item.logprob}
 
@@ -2415,53 +2636,83 @@ def logprob_list(items: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
 
 
 @dataclass(slots=True)
+class Part:  # of an answer: a piece of its text, a thought, or one call
+    kind: type[Delta]
+    name: str | None = None  # of the function that is called
+    pieces: list[str] = field(default_factory=list)  # of the text, or of the call's arguments
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # as both protocols show them
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@dataclass(slots=True)
 class Said:  # by one choice so far
-    text: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[tuple[str, list[str]]] = field(default_factory=list)  # each a name and the pieces of its arguments
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the text
+    parts: list[Part] = field(default_factory=list)
     unshown: list[TokenLogprob] = field(default_factory=list)  # of tokens whose text is still held back
     reason: str | None = None
 
-    def take(self, event: Produced) -> Iterator[tuple[Delta, list[TokenLogprob]]]:
+    def of(self, kind: type[Delta]) -> list[Part]:
+        return [part for part in self.parts if part.kind is kind]
+
+    def text(self, kind: type[Delta]) -> str:
+        return "".join(part.text for part in self.of(kind))
+
+    def take(self, event: Produced) -> Iterator[tuple[Delta, list[dict[str, Any]]]]:
         """What a token made visible, one thing after the other, and the logprobs that go with it."""
         if event.part is not TextDelta:
             self.unshown.clear()  # logprobs are those of the content
         elif event.logprob:
             self.unshown.append(event.logprob)
         for delta in event.deltas:
-            shown: list[TokenLogprob] = []
-            match delta:
-                case TextDelta(text):
-                    self.text.append(text)
-                    shown, self.unshown = self.unshown, shown
-                    self.logprobs += shown
-                case ReasoningDelta(text):
-                    self.reasoning.append(text)
-                case ToolCallDelta(None, arguments):
-                    self.calls[-1][1].append(arguments)
-                case ToolCallDelta(name, arguments):
-                    self.calls.append((name, [arguments]))
+            kind, name, shown = type(delta), getattr(delta, "name", None), list[dict[str, Any]]()
+            if name or not self.parts or self.parts[-1].kind is not kind:
+                self.parts.append(Part(kind, name))
+            self.parts[-1].pieces.append(delta.arguments if kind is ToolCallDelta else delta.text)
+            if kind is TextDelta:
+                shown, self.unshown = logprob_list(self.unshown), []
+                self.parts[-1].logprobs += shown
             yield delta, shown
 
 
 class Reply:
-    """Folds events into frames and a final object. How they look is a protocol's: `begin`, `show`, `end`, `result`."""
+    """Folds events into frames and an object. How they look is a protocol's: `wait`, `begin`, `start`, `show`, `end`
+    and `fail` make frames, `result` the object as it stands."""
+
+    prefix: str  # of its ids
 
     def __init__(self, id: str, model: str, choices: int = 1) -> None:
         self.id, self.model, self.created = id, model, int(time.time())
         self.choices = [Said() for _ in range(choices)]
-        self.prompt_tokens = self.completion_tokens = self.reasoning_tokens = 0
+        self.prompt_tokens = self.completion_tokens = self.reasoning_tokens = self.dropped = 0
+        self.sampling: Sampling | None = None  # with what was left open filled
+        self.made = 0  # frames
 
     @property
     def is_done(self) -> bool:
         return all(said.reason for said in self.choices)
 
+    def wait(self) -> list[FrameText]:
+        return []
+
+    def start(self) -> list[FrameText]:
+        return []
+
     def frames(self, event: Event) -> list[FrameText]:
+        frames = self._frames(event)
+        self.made += len(frames)
+        return frames
+
+    def _frames(self, event: Event) -> list[FrameText]:
         match event:
-            case Accepted(prompt_tokens):
-                self.prompt_tokens = prompt_tokens
+            case Queued():
+                return self.wait()
+            case Accepted():
+                self.prompt_tokens, self.sampling, self.dropped = event.prompt_tokens, event.sampling, event.dropped
                 return self.begin()
+            case Started():
+                return self.start()
             case Produced(choice=n):
                 self.completion_tokens += 1
                 self.reasoning_tokens += event.part is ReasoningDelta
@@ -2469,15 +2720,14 @@ class Reply:
             case Finished(reason, n):
                 ended = [n] if reason != "cancelled" else [n for n, said in enumerate(self.choices) if not said.reason]
                 for said in (self.choices[n] for n in ended):
-                    said.reason = "tool_calls" if reason == "stop" and said.calls else reason
+                    said.reason = "tool_calls" if reason == "stop" and said.of(ToolCallDelta) else reason
                 return self.end(ended)
             case Failed(error):
-                return ERROR_FRAMES[self.kind](error)
-        return []
+                return self.fail(error)
 
-    def call(self, n: int, at: int, name: str, arguments: str) -> dict[str, Any]:
-        identity = hashlib.blake2b(f"{self.id}:{n}:{at}".encode(), digest_size=12).hexdigest()
-        return function_call(f"call_{identity}", name, arguments)
+    def call_id(self, n: int, at: int) -> str:
+        """Of choice `n`'s call at the place `at`."""
+        return f"call_{hashlib.blake2b(f'{self.id}:{n}:{at}'.encode(), digest_size=12).hexdigest()}"
 
 
 # -- Chat Completions ------------------------------------------------------------------------------------------
@@ -2486,13 +2736,9 @@ REASONING = ("reasoning_content", "reasoning")  # clients differ in where they l
 
 
 def check_chat(body: ChatRequest, settings: Settings) -> None:
-    """Refuse what is well-formed and still cannot be done."""
-    if settings.strict_model and body.model not in (None, settings.served_id):
-        raise unknown_model(body.model, settings)
+    check_answer(body, settings)
     if body.top_logprobs and not body.logprobs:
         raise invalid_value("top_logprobs", "set `logprobs` to true with it")
-    if body.stream_options and not body.stream:
-        raise invalid_value("stream_options", "set `stream` to true", "`stream_options` is only for streams")
 
 
 def chat_values(body: ChatRequest) -> Chat:
@@ -2500,8 +2746,22 @@ def chat_values(body: ChatRequest) -> Chat:
     named: dict[str, str] = {}  # the functions' names by their calls' ids, which some templates want with the answer
     messages = tuple(_chat_message(message, f"messages[{n}]", named) for n, message in enumerate(body.messages))
     functions = {f"tools[{n}].function": tool.function for n, tool in enumerate(body.tools or [])}
-    return Chat(messages, *asked_tools(functions, body.tool_choice, body.parallel_tool_calls), chat_grammar(body),
-                template_options(body, body.reasoning_effort), _continues(body, messages[-1]))
+    return Chat(messages, *asked_tools(functions, *chat_choice(body)), chat_grammar(body),
+                template_options(body, body.reasoning_effort), continues(body, messages[-1]))
+
+
+def chat_choice(body: ChatRequest) -> tuple[list[str] | None, bool, int | None]:
+    choice, most = body.tool_choice, 1 if body.parallel_tool_calls is False else None
+    if not isinstance(choice, ToolChoice):
+        return plain_choice(choice, body.parallel_tool_calls)
+    other = "allowed_tools" if choice.type == "function" else "function"
+    if getattr(choice, choice.type) is None:
+        raise invalid_value(f"tool_choice.{choice.type}", "missing")
+    if getattr(choice, other) is not None:
+        raise invalid_value(f"tool_choice.{other}", f"not for the type `{choice.type}`")
+    if choice.function:
+        return [choice.function.name], True, 1
+    return [tool.function.name for tool in choice.allowed_tools.tools], choice.allowed_tools.mode == "required", most
 
 
 def _chat_message(message: ChatMessage, where: str, named: dict[str, str]) -> Message:
@@ -2522,7 +2782,7 @@ def _chat_message(message: ChatMessage, where: str, named: dict[str, str]) -> Me
                    tuple(calls), message.tool_call_id, reasoning)
 
 
-def _continues(body: ChatRequest, last: Message) -> bool:
+def continues(body: AnswerRequest, last: Message) -> bool:
     """Whether the last message is the beginning of the answer: where it can be, unless the client says otherwise."""
     can = last.role == "assistant" and not last.tool_calls and bool(last.content.strip())
     wanted, param = body.continue_final_message, "continue_final_message"
@@ -2538,26 +2798,22 @@ def _continues(body: ChatRequest, last: Message) -> bool:
 def chat_sampling(body: ChatRequest, settings: Settings) -> Sampling:
     return shared_sampling(
         body, settings, choices=body.n or 1, top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        default_new_tokens=settings.max_tokens,
         max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens)
 
 
 def chat_grammar(body: ChatRequest) -> Grammar | None:
-    """What the answer must look like, from `response_format` or its extension."""
-    wanted, extra = body.response_format, body.structured_outputs
-    if wanted is None or wanted.type == "text":
-        return structured_grammar(extra) if extra else None
-    if extra:
-        raise invalid_value("structured_outputs", "not together with `response_format`")
-    if wanted.type == "json_schema" and wanted.json_schema is None:
+    wanted, kind = body.response_format, body.response_format.type if body.response_format else "text"
+    if kind == "json_schema" and wanted.json_schema is None:
         raise invalid_value("response_format.json_schema", "missing")
-    schema = wanted.json_schema.schema_ if wanted.json_schema else None
-    return json_grammar(schema or {"type": "object"}, "response_format")
+    schema = wanted.json_schema.schema_ if kind == "json_schema" else None
+    return answer_grammar(kind, schema, body.structured_outputs, "response_format")
 
 
 class ChatReply(Reply):
     """Chat Completions: a role chunk, a chunk per token that shows text, a finish chunk, usage if asked, `[DONE]`."""
 
-    kind = "chat"
+    kind, prefix = "chat", "chatcmpl-"
 
     def __init__(self, id: str, model: str, body: ChatRequest) -> None:
         super().__init__(id, model, body.n or 1)
@@ -2575,8 +2831,10 @@ class ChatReply(Reply):
             case ReasoningDelta(text):
                 said = dict.fromkeys(REASONING, text)
             case ToolCallDelta(name, arguments):
-                at = len(self.choices[n].calls) - 1
-                call = {"function": {"arguments": arguments}} if name is None else self.call(n, at, name, arguments)
+                at = len(self.choices[n].of(ToolCallDelta)) - 1
+                call = {"function": {"arguments": arguments}}
+                if name is not None:
+                    call = function_call(self.call_id(n, at), name, arguments)
                 said = {"tool_calls": [{"index": at} | call]}
         return [self._chunk(n, said, logprobs=logprobs)]
 
@@ -2586,28 +2844,34 @@ class ChatReply(Reply):
             frames.append(as_frame(self._object("chat.completion.chunk", [], usage=self._usage())))
         return [*frames, DONE] if self.is_done else frames
 
+    def fail(self, error: ApiError) -> list[FrameText]:
+        return [as_frame(error.body), DONE]
+
     def result(self) -> dict[str, Any]:
         choices = [{"index": n, "message": self._message(n, said), "finish_reason": said.reason,
-                    "logprobs": {"content": logprob_list(said.logprobs), "refusal": None} if self._logprobs else None}
+                    "logprobs": self._shown([p for part in said.parts for p in part.logprobs], self._logprobs)}
                    for n, said in enumerate(self.choices)]
         return self._object("chat.completion", choices, usage=self._usage())
 
     def _message(self, n: int, said: Said) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(said.text), "refusal": None}
-        if said.reasoning:
-            message |= dict.fromkeys(REASONING, "".join(said.reasoning))
-        if said.calls:
+        message = {"role": "assistant", "content": said.text(TextDelta), "refusal": None}
+        if reasoning := said.text(ReasoningDelta):
+            message |= dict.fromkeys(REASONING, reasoning)
+        if calls := said.of(ToolCallDelta):
             message["content"] = message["content"] or None
-            message["tool_calls"] = [self.call(n, at, name, "".join(pieces))
-                                     for at, (name, pieces) in enumerate(said.calls)]
+            message["tool_calls"] = [function_call(self.call_id(n, at), call.name, call.text)
+                                     for at, call in enumerate(calls)]
         return message
 
     def _chunk(self, n: int, delta: dict[str, Any], reason: str | None = None,
                logprobs: Sequence[TokenLogprob] = ()) -> FrameText:
-        shown = {"content": logprob_list(logprobs), "refusal": None} if logprobs else None
-        choice = {"index": n, "delta": delta, "logprobs": shown, "finish_reason": reason}
+        choice = {"index": n, "delta": delta, "logprobs": self._shown(logprobs, logprobs), "finish_reason": reason}
         usage = {"usage": None} if self._include_usage else {}
         return as_frame(self._object("chat.completion.chunk", [choice], **usage))
+
+    @staticmethod
+    def _shown(logprobs: Sequence[dict[str, Any]], wanted: Any) -> dict[str, Any] | None:
+        return {"content": logprobs, "refusal": None} if wanted else None
 
     def _object(self, kind: str, choices: list[dict[str, Any]], **usage: Any) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices,
@@ -2620,9 +2884,325 @@ class ChatReply(Reply):
                 "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
 
 
-# How a stream that has begun ends when it fails, by its session's kind.
-ERROR_FRAMES: dict[str, Callable[[ApiError], list[FrameText]]] = {
-    ChatReply.kind: lambda error: [as_frame(error.body), DONE]}
+# -- Responses -------------------------------------------------------------------------------------------------
+Item = dict[str, Any]  # as OpenAI shows it, and kept so: a chain of answers needs no other shape
+ITEM_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}  # of ids
+ITEM_FIELDS = {  # what each kind must have
+    "message": ("role", "content"), "function_call": ("call_id", "name", "arguments"), "reasoning": (),
+    "function_call_output": ("call_id", "output"), "item_reference": ("id",)}
+TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+VERBOSITY = {"low": "Answer briefly.", "high": "Answer in detail."}
+
+
+def check_response(body: ResponsesRequest, settings: Settings) -> None:
+    check_answer(body, settings)
+    if body.background and body.store is False:
+        raise invalid_value("background", "an answer in the background has to be stored: leave `store` out")
+    if body.input is None and body.previous_response_id is None:
+        raise invalid_value("input", "missing")
+    if body.tools and not any(isinstance(tool, FunctionTool) for tool in body.tools):
+        raise ApiError(400, f"Tools of the type `{body.tools[0].type[:64]}` are not supported here, only functions.",
+                       "unsupported_parameter", "tools[0].type")
+
+
+def response_items(body: ResponsesRequest, id: str) -> list[Item]:
+    """The input as a list of items, whole and each with an id of its own or one made of `id`. References are left for
+    somebody who can look them up."""
+    items, loose = list[Item](), None  # the content of a message for parts that come without one
+    for n, given in enumerate([InputItem(role="user", content=body.input)] if isinstance(body.input, str)
+                              else body.input or []):
+        if isinstance(given, Foreign):
+            continue  # said in `x-ignored-fields`
+        where, kind = f"input[{n}]", given.type or ("message" if given.role else "item_reference")
+        own_id = given.id or f"{ITEM_PREFIXES.get(kind, 'msg')}_{id}_in{n}"
+        if kind in TEXT_PARTS or kind in MEDIA_PARTS:
+            if loose is None:
+                loose = []
+                items.append({"id": own_id, "type": "message", "status": "completed", "role": "user", "content": loose})
+            loose += shown_parts([given], "input_text", "input", n)
+        else:
+            loose = None
+            items.append({"id": own_id} | _whole_item(given, kind, where))
+    if repeated := [id for id, count in Counter(item["id"] for item in items).items() if count > 1]:
+        raise invalid_value("input", f"the id `{repeated[0]}` is there more than once")
+    return items
+
+
+def _whole_item(given: InputItem, kind: str, where: str) -> Item:
+    if kind not in ITEM_FIELDS:
+        raise invalid_value(f"{where}.type", f"items of the type `{kind[:64]}` are not known")
+    item = {"type": kind, "status": given.status or "completed"}
+    item |= {name: getattr(given, name) for name in ITEM_FIELDS[kind]}
+    if missing := [name for name, value in item.items() if value is None]:
+        raise invalid_value(f"{where}.{missing[0]}", "missing")
+    match kind:
+        case "message":
+            spoken = "output_text" if given.role == "assistant" else "input_text"
+            item["content"] = shown_parts(given.content, spoken, f"{where}.content")
+        case "function_call" if item["status"] != "incomplete":
+            parse_json(given.arguments or "{}", f"{where}.arguments")
+        case "function_call_output" if not isinstance(given.output, str):
+            item["output"] = shown_parts(given.output, "input_text", f"{where}.output")
+        case "reasoning":
+            item["summary"] = shown_parts(given.summary or [], "summary_text", f"{where}.summary")
+            item["content"] = shown_parts(given.content or [], "reasoning_text", f"{where}.content")
+    return item
+
+
+def shown_parts(parts: str | Sequence[ItemPart], kind: str, where: str, first: int = 0) -> list[Item]:
+    """A content as OpenAI shows it. Raises ApiError 400 for a part that is no text."""
+    if isinstance(parts, str):
+        return [shown_part(kind, parts)]
+    said = [(part.type, text_of(part, f"{where}[{n}]", TEXT_PARTS)) for n, part in enumerate(parts, first)]
+    return [shown_part("refusal" if given == "refusal" else kind, text) for given, text in said]
+
+
+def shown_part(kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Item:
+    part = {"type": kind, "refusal" if kind == "refusal" else "text": text}
+    return part | {"annotations": [], "logprobs": list(logprobs)} if kind == "output_text" else part
+
+
+def item_text(parts: str | Sequence[Item]) -> str:
+    return parts if isinstance(parts, str) else "\n".join(part.get("text") or part.get("refusal", "") for part in parts)
+
+
+def response_messages(items: Iterable[Item], instructions: Iterable[str]) -> tuple[Message, ...]:
+    """The items as a chat: all that is the system's in front, and what one answer consists of in one message."""
+    system, said = [*instructions], list[Message]()
+    names: dict[str, str] = {}  # of the functions, by their calls' ids
+    order = ("reasoning", "content", "tool_calls")  # within a message
+
+    def add(key: str, value: Any) -> None:
+        last = said[-1] if said and said[-1].role == "assistant" else None
+        filled = max((n for n, other in enumerate(order) if getattr(last, other, None)), default=-1)
+        if last is None or filled >= order.index(key) + (key == "tool_calls"):
+            said.append(last := Message("assistant", ""))
+        said[-1] = dataclasses.replace(last, **{key: last.tool_calls + value if key == "tool_calls" else value})
+
+    for item in items:
+        match item:
+            case {"type": "message", "role": "assistant", "content": content}:
+                add("content", item_text(content))
+            case {"type": "message", "role": "user", "content": content}:
+                said.append(Message("user", item_text(content)))
+            case {"type": "message", "content": content}:
+                system.append(item_text(content))
+            case {"type": "reasoning"} if thought := item_text(item["content"] or item["summary"]):
+                add("reasoning", thought)
+            case {"type": "function_call", "call_id": id, "name": name, "arguments": arguments}:
+                # One that was cut before it ends as JSON was never made: nobody can have answered it.
+                with contextlib.suppress(ValueError):
+                    whole = arguments or ("" if item["status"] == "incomplete" else "{}")
+                    add("tool_calls", (function_call(id, name, from_json(whole)),))
+                    names[id] = name
+            case {"type": "function_call_output", "call_id": id, "output": output}:
+                said.append(Message("tool", item_text(output), names.get(id), (), id))
+    front = "\n\n".join(filter(None, system))
+    return (Message("system", front), *said) if front else tuple(said)
+
+
+def response_values(body: ResponsesRequest, items: Sequence[Item]) -> Chat:
+    """What is asked, as values; `items` are those of earlier answers and of this request."""
+    text = body.text or TextOptions()
+    messages = response_messages(items, filter(None, (body.instructions, VERBOSITY.get(text.verbosity))))
+    if all(message.role == "system" for message in messages):
+        raise invalid_value("input", "there is nothing to answer")
+    functions = {f"tools[{n}]": tool for n, tool in enumerate(body.tools or []) if isinstance(tool, FunctionTool)}
+    format = text.format or TextFormat(type="text")
+    if format.type == "json_schema" and format.schema_ is None:
+        raise invalid_value("text.format.schema", "missing")
+    schema = format.schema_ if format.type == "json_schema" else None
+    return Chat(messages, *asked_tools(functions, *response_choice(body)),
+                answer_grammar(format.type, schema, body.structured_outputs, "text.format"),
+                template_options(body, body.reasoning.effort if body.reasoning else None),
+                continues(body, messages[-1]), body.truncation == "auto", "input")
+
+
+def response_choice(body: ResponsesRequest) -> tuple[list[str] | None, bool, int | None]:
+    choice = body.tool_choice
+    names, must, most = plain_choice(choice if isinstance(choice, str) else None, body.parallel_tool_calls)
+    if isinstance(choice, ResponseToolChoice):
+        field = {"function": "name", "allowed_tools": "tools"}.get(choice.type)
+        if field is None:
+            raise ApiError(400, f"The tool choice `{choice.type[:64]}` is not supported here, only functions.",
+                           "unsupported_parameter", "tool_choice.type")
+        if not getattr(choice, field):
+            raise invalid_value(f"tool_choice.{field}", "missing")
+        if choice.type == "function":
+            names, must, most = [choice.name], True, 1
+        else:
+            names = [tool.name or "" for tool in choice.tools if tool.type == "function"]
+            must = choice.mode == "required"
+    return names, must, min(filter(None, (most, body.max_tool_calls)), default=None)
+
+
+def response_sampling(body: ResponsesRequest, settings: Settings) -> Sampling:
+    wanted = body.top_logprobs or (0 if LOGPROBS in (body.include or ()) else None)
+    return shared_sampling(body, settings, top_logprobs=wanted, max_new_tokens=body.max_output_tokens,
+                           default_new_tokens=settings.max_output_tokens)
+
+
+def response_echo(body: ResponsesRequest) -> Item:
+    """What the object repeats of its request."""
+    text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
+    format = known_fields(text.format) or {"type": "text"}
+    if format["type"] == "json_schema":
+        format = {"name": "answer", "description": None, "strict": False} | format
+    tools = [{"type": "function", "name": tool.name, "description": tool.description, "parameters": tool.parameters,
+              "strict": bool(tool.strict)} for tool in body.tools or [] if isinstance(tool, FunctionTool)]
+    alike = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key",
+             "safety_identifier", "user")
+    return {name: getattr(body, name) for name in alike} | {
+        "background": bool(body.background), "frequency_penalty": body.frequency_penalty or 0.0,
+        "metadata": body.metadata or {}, "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": body.presence_penalty or 0.0,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
+        "service_tier": "default", "store": body.store is not False,
+        "text": {"format": format, "verbosity": text.verbosity or "medium"},
+        "tool_choice": known_fields(body.tool_choice) or "auto", "tools": tools,
+        "top_logprobs": body.top_logprobs or 0, "truncation": body.truncation or "disabled"}
+
+
+def response_error(error: ApiError) -> dict[str, str]:
+    """An error as it stands in a response; OpenAI knows few codes there."""
+    codes = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+    return {"code": codes.get(error.status_code, "server_error"), "message": error.detail}
+
+
+class ResponseReply(Reply):
+    """Responses: created, queued where it has to wait, in progress; of every item its beginning, deltas and end; the
+    whole object; and `[DONE]`, which Open Responses demands and the SDKs pass over. An event's `sequence_number` is the
+    index of its frame."""
+
+    kind, prefix = "response", "resp_"
+    kinds = {  # the item, its one part, and what its deltas are of
+        TextDelta: ("message", "output_text", "output_text"),
+        ReasoningDelta: ("reasoning", "reasoning_text", "reasoning_text"),
+        ToolCallDelta: ("function_call", None, "function_call_arguments")}
+
+    def __init__(self, id: str, model: str, body: ResponsesRequest, sampling: Sampling) -> None:
+        super().__init__(id, model)
+        self.status, self._error, self._ended, self.sampling = "queued", None, None, sampling
+        self._asked, self._parts = response_echo(body), self.choices[0].parts
+        self._opened = 0  # items that have begun; all but the last one have ended, too
+
+    @property
+    def is_done(self) -> bool:
+        return self.status not in ("queued", "in_progress")
+
+    def frames(self, event: Event) -> list[FrameText]:
+        first = self.made
+        return [told if told is DONE else as_frame({"type": told["type"], "sequence_number": n} | told, told["type"])
+                for n, told in enumerate(super().frames(event), first)]
+
+    def wait(self) -> list[Item]:
+        return [] if self.made else [self._whole("created"), self._whole("queued")]
+
+    def begin(self) -> list[Item]:
+        if self.made:
+            return []
+        self.status = "in_progress"
+        return [self._whole("created")]
+
+    def start(self) -> list[Item]:
+        self.status = "in_progress"
+        return [self._whole("in_progress")]
+
+    def show(self, n: int, delta: Delta, logprobs: Sequence[TokenLogprob]) -> list[Item]:
+        frames = self._next_item() if self._opened < len(self._parts) else []
+        shown = {"logprobs": logprobs} if isinstance(delta, TextDelta) else {}
+        text = delta.arguments if isinstance(delta, ToolCallDelta) else delta.text
+        return [*frames, self._of_item("delta", delta=text, **shown)] if text else frames
+
+    def end(self, ended: Sequence[int]) -> list[Item | FrameText]:
+        said, frames = self.choices[0], self.begin()
+        if said.reason == "stop" and not said.of(TextDelta):
+            self._parts.append(Part(TextDelta))  # agents take an answer without a message for one that goes on
+            frames += self._next_item()
+        self.status = {"length": "incomplete", "cancelled": "cancelled"}.get(said.reason, "completed")
+        how = "completed" if self.status == "completed" else "incomplete"
+        self._ended = int(time.time()) if how == "completed" else None
+        return [*frames, *self._end_item(how), self._whole(how), DONE]
+
+    def fail(self, error: ApiError) -> list[Item | FrameText]:
+        frames, self.status, self._error = self.begin(), "failed", response_error(error)
+        return [*frames, self._whole("failed"), DONE]
+
+    def result(self) -> Item:
+        last = self.status if self.status in ("completed", "in_progress") else "incomplete"
+        output = [self._item(n, part, "completed" if part is not self._parts[-1] else last)
+                  for n, part in enumerate(self._parts)]
+        usage = {"input_tokens": self.prompt_tokens, "output_tokens": self.completion_tokens,
+                 "total_tokens": self.prompt_tokens + self.completion_tokens,
+                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                 "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
+        # What the model's own are is known when it has loaded; until then it is what OpenAI's are.
+        used = {name: getattr(self.sampling, name) for name in ("temperature", "top_p")}
+        used = {name: 1.0 if value is None else value for name, value in used.items()}
+        dropped = {"dropped_messages": self.dropped} if self._asked["truncation"] == "auto" else {}
+        reason = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
+        return {"id": self.id, "object": "response", "created_at": self.created, "completed_at": self._ended,
+                "status": self.status, "error": self._error, "incomplete_details": reason, "model": self.model,
+                "output": output, "usage": usage if self.is_done else None} | self._asked | used | dropped
+
+    @staticmethod
+    def _event(kind: str, **fields: Any) -> Item:
+        return {"type": f"response.{kind}"} | fields
+
+    def _whole(self, kind: str) -> Item:
+        return self._event(kind, response=self.result())
+
+    def _item(self, n: int, part: Part, status: str) -> Item:
+        kind, name, _ = self.kinds[part.kind]
+        item = {"id": self._item_id(n, kind), "type": kind, "status": status}
+        if part.kind is ToolCallDelta:
+            at = sum(before.kind is ToolCallDelta for before in self._parts[:n])
+            return item | {"call_id": self.call_id(0, at), "name": part.name, "arguments": part.text}
+        item |= {"role": "assistant"} if part.kind is TextDelta else {"summary": []}
+        return item | {"content": [shown_part(name, part.text, part.logprobs)]}
+
+    def _item_id(self, n: int, kind: str) -> str:
+        return f"{ITEM_PREFIXES[kind]}_{self.id.removeprefix(self.prefix)}_{n}"
+
+    def _of_item(self, kind: str, **fields: Any) -> Item:
+        """An event of what the open item consists of."""
+        n, part = self._opened - 1, self._parts[self._opened - 1]
+        item, _, deltas = self.kinds[part.kind]
+        name = f"content_part.{kind}" if "part" in fields else f"{deltas}.{kind}"
+        place = {} if part.kind is ToolCallDelta else {"content_index": 0}
+        return self._event(name, item_id=self._item_id(n, item), output_index=n, **place, **fields)
+
+    def _next_item(self) -> list[Item]:
+        """The end of the item before, if there is one, and the beginning of the next."""
+        frames, n = self._end_item("completed"), self._opened
+        self._opened += 1
+        item = self._item(n, Part(self._parts[n].kind, self._parts[n].name), "in_progress")
+        parts = item.get("content", [])
+        frames.append(self._event("output_item.added", output_index=n, item=item | ({"content": []} if parts else {})))
+        return frames + [self._of_item("added", part=part) for part in parts]
+
+    def _end_item(self, status: str) -> list[Item]:
+        """The end of the item that is open, if there is one."""
+        if not self._opened:
+            return []
+        n, part = self._opened - 1, self._parts[self._opened - 1]
+        item = self._item(n, part, status)
+        said = {"name": part.name, "arguments": part.text} if part.kind is ToolCallDelta else {"text": part.text}
+        shown = {"logprobs": part.logprobs} if part.kind is TextDelta else {}
+        ends = [self._of_item("done", part=p) for p in item.get("content", [])]
+        return [self._of_item("done", **said, **shown), *ends,
+                self._event("output_item.done", output_index=n, item=item)]
+
+
+def broken_off(kind: str, error: ApiError, index: int, result: Item | None) -> tuple[list[FrameText], Item | None]:
+    """How a stream ends, at the frame `index`, whose reply nobody has any more, and what becomes of its object."""
+    if kind == ChatReply.kind or result is None:
+        return [as_frame(error.body), DONE], result
+    failed = result | {"status": "failed", "error": response_error(error)}
+    told = [("response.failed", failed)] if index else [("response.created", result), ("response.failed", failed)]
+    frames = [as_frame({"type": event, "sequence_number": n, "response": shown}, event)
+              for n, (event, shown) in enumerate(told, index)]
+    return [*frames, DONE], failed
 
 
 # ==============================================================================
@@ -2633,6 +3213,7 @@ ERROR_FRAMES: dict[str, Callable[[ApiError], list[FrameText]]] = {
 # somebody who cancels, all pass through `_produce`. Readers are only counted.
 # ==============================================================================
 Load = Callable[[Settings, Report], Model]
+MAX_CONVERSATION_BYTES = 64 * 2**20  # that a request may have put in front of it, or refer to
 
 
 @dataclass(eq=False)
@@ -2641,7 +3222,8 @@ class Generation:
 
     session: Session
     reply: Reply
-    announced: bool = False  # the headers are out: a refusal can only be a frame
+    background: bool = False  # it never stops for want of a reader
+    announced: bool = False  # the client has been told of it: a refusal can only be a frame
     tokens: list[int] = field(default_factory=list)  # those behind the next frame
     stop_work: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     grace: asyncio.TimerHandle | None = None  # runs since the last reader left, while nobody reads
@@ -2661,7 +3243,7 @@ class Server:
         self._engine: Engine | None = None
         self._loading: asyncio.Future[Model] | None = None
         self._generations: dict[str, Generation] = {}
-        self._pool = ThreadPoolExecutor(2, "tokenize")
+        self._pool, self._counting = ThreadPoolExecutor(2, "tokenize"), asyncio.Semaphore()
 
     # -- life --------------------------------------------------------------------------------------------------
     async def start(self) -> None:
@@ -2671,7 +3253,10 @@ class Server:
             self.log.start()
         for session in await self.store.interrupted():
             error = ApiError(503, "The server was restarted while it made this answer.", "server_restarted")
-            self.store.append(session, ERROR_FRAMES[session.kind](error), status="failed")
+            with contextlib.suppress(ApiError):  # an answer that is not stored
+                session.asked, session.result = await self.store.kept(session.id, session.owner)
+            frames, session.result = broken_off(session.kind, error, session.made, session.result)
+            self.store.append(session, frames, status="failed")
             log.info("session %s was interrupted by a restart after %d frames", session.id, session.first)
         self._sweep()
         if self.settings.eager_load_model:
@@ -2689,6 +3274,11 @@ class Server:
         for generation in list(self._generations.values()):
             error = ApiError(503, "The server was stopped while it made this answer.", "server_stopped")
             self._produce(generation, Failed(error))
+
+    async def settle(self) -> None:
+        """Wait for what has its grace and no connection that would wait for it."""
+        if self.draining:
+            await asyncio.gather(*(generation.session.end() for generation in self._generations.values()))
 
     def stop(self) -> None:
         """End everything and close the store."""
@@ -2735,9 +3325,13 @@ class Server:
         log.info("model ready after %.1f s: %s, context %d", seconds, self.model.name, self.model.context)
 
     @property
+    def running(self) -> int:
+        return sum(g.session.status == "in_progress" for g in self._generations.values())
+
+    @property
     def readiness(self) -> dict[str, Any]:
         """What `/ready` says."""
-        progress, running = self.progress, sum(g.session.status == "in_progress" for g in self._generations.values())
+        progress = self.progress
         failure = self._loading.exception() if self.model_status == "failed" else None
         return {
             "status": "stopping" if self.draining else self.model_status, "model": self.settings.served_id,
@@ -2746,7 +3340,7 @@ class Server:
             "context_length": self.model.context if self.model else None,
             "tools": self.model.tools if self.model else None,
             "storage": "off" if self.log is None else "degraded" if self.log.degraded else "ok",
-            "running": running, "queued": len(self._generations) - running}
+            "running": self.running, "queued": len(self._generations) - self.running}
 
     async def _wait_for_model(self) -> Model:
         """The model; the first to ask begins the load, and one that failed is tried again."""
@@ -2759,29 +3353,33 @@ class Server:
         return self._loading.result()
 
     # -- generations -------------------------------------------------------------------------------------------
-    async def begin(self, session: Session, reply: Reply, chat: Chat, sampling: Sampling, stream: bool) -> None:
-        """Make a session, on disk too, and start its generation. The client of a stream that has to wait for the model
-        is told of it at once, so a refusal becomes a frame; else the session is dropped and its `error` says why."""
+    async def begin(self, session: Session, reply: Reply, chat: Chat, sampling: Sampling, *, early: bool = False,
+                    background: bool = False) -> None:
+        """Make a session, on disk too, and start its generation. `early`: the client is answered before the end, and
+        where it has to wait for the model, at once, so a refusal becomes a frame; else the session is dropped and its
+        `error` says why."""
         if self.draining:
             raise ApiError(503, "The server is stopping.", "server_stopping", headers={"retry-after": "10"})
         limit = self.settings.max_concurrent_requests + self.settings.max_queued_requests
         if sum(g.grace is None for g in self._generations.values()) >= limit:  # those that nobody reads make room
             raise ApiError(429, f"The server has {limit} requests under way; try again shortly.", "queue_full",
                            headers={"retry-after": "2"})
-        generation = self._generations[session.id] = Generation(session, reply)
+        generation = self._generations[session.id] = Generation(session, reply, background)
         try:
             await self.store.begin(session)
         except BaseException:
             self._generations.pop(session.id, None)
             raise
-        generation.announced = stream and self.model is None
+        generation.announced = early and self.model is None
+        if generation.announced:
+            self._produce(generation, Queued())
         if session.id in self._generations:  # else it has been ended while it began
             admission = asyncio.create_task(self._admit(generation, chat, sampling))
             generation.stop_work.callback(admission.cancel)  # and keeps it: the loop's own reference is weak
         elif session.error:
             self.store.forget(session)
         self._make_room()
-        if stream and not generation.announced:
+        if early and not generation.announced:
             await session.until(1)
             if session.error and not session.count:
                 raise session.error
@@ -2795,16 +3393,17 @@ class Server:
     async def _admit(self, generation: Generation, chat: Chat, sampling: Sampling) -> None:
         """Tokenise, check that it fits, and hand the job to the engine; a refusal becomes the last event."""
         try:
-            model = await self._wait_for_model()
+            model, asked = await self._wait_for_model(), sampling.max_new_tokens
             model.check(sampling)
-            prompt = await self._loop.run_in_executor(self._pool, model.prepare, chat)
-            count, asked = len(prompt.tokens), sampling.max_new_tokens
-            if not count:
-                raise ApiError(400, "These messages make no token for this model.", "invalid_value", "messages")
-            if count + (asked or 1) > model.context:
-                raise context_error(model.context, count, asked)
-            budget = min(self.settings.max_tokens, model.context - count)  # the default one is lowered to fit
-            sampling = sampling.filled(dataclasses.replace(model.defaults, max_new_tokens=budget))
+            prompt, dropped = await self._prepared(model, chat, asked)
+            left = model.context - len(prompt.tokens)
+            if not prompt.tokens:
+                raise ApiError(400, "These messages make no token for this model.", "invalid_value", chat.param)
+            if left < (asked or 1):
+                raise context_error(model.context, len(prompt.tokens), chat.param, asked)
+            budget = asked or min(sampling.default_new_tokens or left, left)
+            sampling = dataclasses.replace(sampling, max_new_tokens=budget, default_new_tokens=None)
+            sampling = sampling.filled(model.defaults)
         except Exception as error:
             if not isinstance(error, ApiError):
                 log.exception("session %s could not be admitted", generation.session.id)
@@ -2812,8 +3411,20 @@ class Server:
             return self._produce(generation, Failed(error))
         job = Job(prompt, sampling, functools.partial(self._deliver, self._produce, generation))
         generation.stop_work.callback(setattr, job, "cancelled", True)  # the engine drops it before its next step
-        self._produce(generation, Accepted(len(prompt.tokens)))
+        if generation.background or self.running >= self._engine.places:
+            self._produce(generation, Queued())
+        self._produce(generation, Accepted(len(prompt.tokens), sampling, dropped))
         self._engine.submit(job)
+
+    async def _prepared(self, model: Model, chat: Chat, asked: int | None) -> tuple[Prompt, int]:
+        room = asked or (min(self.settings.max_tokens, model.context // 2) if chat.shortens else 1)
+        return await self._loop.run_in_executor(self._pool, fitted, model, chat, room)
+
+    async def count(self, chat: Chat, asked: int | None) -> int:
+        """The tokens that a chat has as a prompt. One is counted at a time, so that answers are not kept waiting."""
+        model = await self._wait_for_model()
+        async with self._counting:
+            return len((await self._prepared(model, chat, asked))[0].tokens)
 
     def _deliver(self, call: Callable[..., None], *values: Any) -> None:
         """The one bridge from the engine, and from the thread that loads, to the loop."""
@@ -2827,11 +3438,12 @@ class Server:
             return
         try:
             frames = reply.frames(event)
-            session.result = reply.result() if reply.is_done else None
         except Exception:
             log.exception("session %s: its frames could not be made", session.id)
             event = Failed(_unexpected())
-            frames = ERROR_FRAMES[session.kind](event.error)
+            frames = reply.frames(event)
+        if reply.is_done:
+            session.result = reply.result()
         match event:
             case Started():
                 session.status = "in_progress"
@@ -2864,7 +3476,8 @@ class Server:
             yield
         finally:
             session.readers -= 1
-            if not session.readers and (generation := self._generations.get(session.id)):
+            generation = self._generations.get(session.id)
+            if generation and not session.readers and not generation.background:
                 seconds = (self.settings.cancel_after_disconnect_seconds or threading.TIMEOUT_MAX) if stays else 0
                 generation.grace = self._loop.call_later(
                     seconds, self._produce, generation, Finished("cancelled"), "its readers have left")
@@ -2877,11 +3490,93 @@ class Server:
             self._produce(generation, Finished("cancelled"), "a client asked for it")
         await session.end()  # its last frames may be on their way to disk
 
+    # -- stored answers ----------------------------------------------------------------------------------------
+    async def stored(self, id: str, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What an answer was asked, and the answer as it stands. Raises ApiError 404 where there is none."""
+        if not id.startswith(prefix):
+            raise unknown_answer()
+        asked, result = await self.store.kept(id, ANYBODY)
+        generation = self._generations.get(id)
+        return asked, generation.reply.result() if generation else result
+
+    async def delete(self, id: str, prefix: str) -> None:
+        """Forget a stored answer; one that is being made is cancelled first."""
+        await self.stored(id, prefix)
+        if session := await self.store.find(id, ANYBODY):
+            await self.cancel(session)
+        await self.store.delete(id, ANYBODY)
+
+    async def conversation(self, body: ResponsesRequest, own: Sequence[Item]) -> tuple[list[Item], list[Item]]:
+        """The items of all answers before this one, oldest first, and its `own` with references looked up."""
+        param, links, count = "previous_response_id", dict[str, list[Item]](), len(own)
+        next_id = body.previous_response_id
+        while next_id:
+            try:
+                asked, result = await self.stored(next_id, ResponseReply.prefix)
+            except ApiError as error:
+                if error.status_code != 404:
+                    raise
+                whose = f", which `{[*links][-1]}` continues," if links else ""
+                raise ApiError(404, f"The response `{next_id}`{whose} does not exist, was deleted or has expired.",
+                               "previous_response_not_found", param) from error
+            if result["status"] in ("queued", "in_progress", "failed"):
+                raise invalid_value(param, f"`{next_id}` is {result['status']} and cannot be continued")
+            links[next_id] = asked["input"] + result["output"]
+            count += len(links[next_id]) + 1
+            if count > MAX_ITEMS:
+                raise invalid_value(param, f"the conversation has more than {MAX_ITEMS} items")
+            next_id = result[param]
+        self.store.renew(links)
+        before = [item for link in reversed(links.values()) for item in link]
+        found = await self._looked_up([item["id"] for item in own if item["type"] == "item_reference"])
+        if len(json.dumps([before, found])) > MAX_CONVERSATION_BYTES:
+            raise invalid_value("input", "what it continues and refers to is too large")
+        return before, [found[item["id"]] if item["type"] == "item_reference" else item for item in own]
+
+    async def _looked_up(self, ids: Iterable[str]) -> dict[str, Item]:
+        """The items of stored responses that have these ids. Raises ApiError 404 where one is missing."""
+        found, seen = dict[str, Item](), set[str]()
+        for id in ids:
+            made = re.fullmatch(r"[a-z]+_([0-9a-f]{32})_\w+", id)
+            if made and made[1] not in seen:
+                seen.add(made[1])
+                with contextlib.suppress(ApiError):
+                    asked, result = await self.stored(f"{ResponseReply.prefix}{made[1]}", ResponseReply.prefix)
+                    found |= {item["id"]: item for item in asked["input"] + result["output"]}
+            if id not in found:
+                raise ApiError(404, f"There is no item `{id}`, or it has expired.", "item_not_found", "input")
+        return {id: found[id] for id in ids}
+
     async def find(self, ref: str) -> Session:
         """The session of that id or label. Raises one and the same 404 for unknown, expired and somebody else's."""
         if session := await self.store.find(ref, ANYBODY):
             return session
         raise ApiError(404, "There is no such session, or it has expired.", "session_not_found")
+
+
+def fitted(model: Model, chat: Chat, room: int) -> tuple[Prompt, int]:
+    """The prompt, and how many messages it lacks: where it may be shortened to leave `room`, the oldest turns go, the
+    system's text and the last turn never."""
+    head = sum(1 for _ in itertools.takewhile(lambda message: message.role == "system", chat.messages))
+    turns = [n for n, message in enumerate(chat.messages) if message.role == "user" and n > head]
+    cuts = [head, *turns] if chat.shortens else [head]
+
+    @functools.cache
+    def cut(at: int) -> Prompt:
+        return model.prepare(dataclasses.replace(chat, messages=chat.messages[:head] + chat.messages[at:]))
+
+    def fits(at: int) -> bool:
+        try:
+            return len(cut(at).tokens) + room <= model.context
+        except ApiError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            return False
+
+    at = head
+    if len(cuts) > 1 and not fits(head):
+        at = cuts[min(bisect.bisect_left(cuts, True, key=fits), len(cuts) - 1)]
+    return cut(at), at - head
 
 
 def _unexpected() -> ApiError:
@@ -2937,8 +3632,7 @@ class Reader(EventSourceResponse):
             if self._session.error and not self._session.count:
                 raise self._session.error  # refused before its first frame
         except ApiError as error:  # that, or it fell behind what is kept: said without an id, since it is no frame
-            for _, data in ERROR_FRAMES[self._session.kind](error):
-                yield f"data: {data}\n\n".encode()
+            yield f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n".encode()
 
 
 async def whole_answer(request: Request, server: Server, session: Session, headers: Mapping[str, str]) -> Response:
@@ -2970,39 +3664,42 @@ async def resume_at(server: Server, event_id: str | None, named: str | None) -> 
     return session, after
 
 
-@router.post("/v1/chat/completions")
-async def chat_completions(request: Request, body: ChatRequest, server: ServerDep) -> Response:
-    headers = ignored_fields(body)
-    check_chat(body, server.settings)
-    if event_id := last_event_id(request):
-        if not body.stream:
-            raise ApiError(400, "Last-Event-ID resumes a stream: set `stream` to true.", "invalid_value", "stream")
-        return Reader(server, *await resume_at(server, event_id, body.session_id), True, headers)
-    session = Session(f"chatcmpl-{secrets.token_hex(16)}", ChatReply.kind, body.session_id or None,
-                      stored=body.store is not False)
-    if body.store:
-        session.asked = {"messages": known_fields(body.messages), "metadata": body.metadata}
-    reply = ChatReply(session.id, server.settings.served_id, body)
-    await server.begin(session, reply, chat_values(body), chat_sampling(body, server.settings), bool(body.stream))
+async def resumed(request: Request, body: AnswerRequest, server: Server, protocol: type[Reply],
+                  headers: Mapping[str, str]) -> Reader | None:
+    """The reader of a request that names the last event it has seen, if it does."""
+    if not (event_id := last_event_id(request)):
+        return None
+    if not body.stream:
+        raise ApiError(400, "Last-Event-ID resumes a stream: set `stream` to true.", "invalid_value", "stream")
+    session, after = await resume_at(server, event_id, body.session_id)
+    if session.kind != protocol.kind:
+        raise ApiError(400, f"Last-Event-ID names a session of another protocol ({session.kind}).",
+                       "invalid_last_event_id", "Last-Event-ID")
+    return Reader(server, session, after, True, headers)
+
+
+def new_session(body: AnswerRequest, protocol: type[Reply]) -> Session:
+    return Session(protocol.prefix + secrets.token_hex(16), protocol.kind, body.session_id or None,
+                   stored=body.store is not False)
+
+
+async def respond(request: Request, server: Server, session: Session, body: AnswerRequest, headers: Mapping[str, str],
+                  *work: Any, background: bool = False) -> Response:
+    """Begin a session with its reply, chat and sampling, and answer with what the client asked for: a stream, the whole
+    answer, or, for one in the background, its beginning."""
+    begun = session.result
+    await server.begin(session, *work, early=bool(body.stream) or background, background=background)
     log.info("session %s begins (%s, request %s)", session.id, "stream" if body.stream else "json",
              request.scope["request_id"])
     if body.stream:
         return Reader(server, session, -1, bool(body.session_id), headers)
+    if background:
+        return JSONResponse(begun, headers={**headers, "x-session-id": session.id})
     return await whole_answer(request, server, session, headers)
 
 
-@router.get("/v1/chat/completions/{id}")
-async def get_chat_completion(id: str, server: ServerDep) -> dict[str, Any]:
-    asked, result = await server.store.kept(id, ANYBODY)
-    return result | {"metadata": asked.get("metadata")}
-
-
-@router.get("/v1/chat/completions/{id}/messages")
-async def get_chat_messages(id: str, server: ServerDep, after: str | None = None, order: Literal["asc", "desc"] = "asc",
-                            limit: Annotated[int, Query(ge=1, le=100)] = 20) -> dict[str, Any]:
-    """The messages of a stored answer, as OpenAI pages a list: those that follow the one with the id `after`."""
-    asked, _ = await server.store.kept(id, ANYBODY)
-    items = [{"id": f"{id}-{n}"} | message for n, message in enumerate(asked["messages"])]
+def page(items: list[dict[str, Any]], after: str | None, order: str, limit: int) -> dict[str, Any]:
+    """A part of a list as OpenAI pages it: the items that follow the one with the id `after`."""
     items = items if order == "asc" else items[::-1]
     begin = next((n for n, item in enumerate(items, 1) if item["id"] == after), 0)
     if after and not begin:
@@ -3010,6 +3707,107 @@ async def get_chat_messages(id: str, server: ServerDep, after: str | None = None
     shown = items[begin: begin + limit]
     return {"object": "list", "data": shown, "first_id": shown[0]["id"] if shown else None,
             "last_id": shown[-1]["id"] if shown else None, "has_more": begin + limit < len(items)}
+
+
+Order, Limit = Literal["asc", "desc"], Annotated[int, Query(ge=1, le=100)]
+
+
+# -- Chat Completions ------------------------------------------------------------------------------------------
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request, body: ChatRequest, server: ServerDep) -> Response:
+    headers = ignored_fields(body)
+    check_chat(body, server.settings)
+    if reader := await resumed(request, body, server, ChatReply, headers):
+        return reader
+    session = new_session(body, ChatReply)
+    if body.store:
+        session.asked = {"messages": known_fields(body.messages), "metadata": body.metadata}
+    reply = ChatReply(session.id, server.settings.served_id, body)
+    return await respond(request, server, session, body, headers, reply, chat_values(body),
+                         chat_sampling(body, server.settings))
+
+
+@router.get("/v1/chat/completions/{id}")
+async def get_chat_completion(id: str, server: ServerDep) -> dict[str, Any]:
+    asked, result = await server.stored(id, ChatReply.prefix)
+    return result | {"metadata": asked.get("metadata")}
+
+
+@router.get("/v1/chat/completions/{id}/messages")
+async def get_chat_messages(id: str, server: ServerDep, after: str | None = None, order: Order = "asc",
+                            limit: Limit = 20) -> dict[str, Any]:
+    asked, _ = await server.stored(id, ChatReply.prefix)
+    return page([{"id": f"{id}-{n}"} | message for n, message in enumerate(asked["messages"])], after, order, limit)
+
+
+@router.delete("/v1/chat/completions/{id}")
+async def delete_chat_completion(id: str, server: ServerDep) -> dict[str, Any]:
+    await server.delete(id, ChatReply.prefix)
+    return {"id": id, "object": "chat.completion.deleted", "deleted": True}
+
+
+# -- Responses -------------------------------------------------------------------------------------------------
+@router.post("/v1/responses")
+async def responses(request: Request, body: ResponsesRequest, server: ServerDep) -> Response:
+    headers = ignored_fields(body)
+    check_response(body, server.settings)
+    if reader := await resumed(request, body, server, ResponseReply, headers):
+        return reader
+    session = new_session(body, ResponseReply)
+    before, own = await server.conversation(body, response_items(body, session.id.removeprefix(ResponseReply.prefix)))
+    chat, sampling = response_values(body, before + own), response_sampling(body, server.settings)
+    reply = ResponseReply(session.id, server.settings.served_id, body, sampling)
+    if session.stored:
+        session.asked, session.result = {"input": own}, reply.result()
+    return await respond(request, server, session, body, headers, reply, chat, sampling,
+                         background=bool(body.background))
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(body: ResponsesRequest, server: ServerDep) -> JSONResponse:
+    headers = ignored_fields(body)
+    check_response(body, server.settings)
+    before, own = await server.conversation(body, response_items(body, ""))
+    count = await server.count(response_values(body, before + own), body.max_output_tokens)
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": count}, headers=headers)
+
+
+@router.get("/v1/responses/{id}")
+async def get_response(id: str, request: Request, server: ServerDep, stream: bool = False,
+                       starting_after: Annotated[int | None, Query(ge=0, lt=10**9)] = None) -> Response:
+    _, result = await server.stored(id, ResponseReply.prefix)
+    if starting_after is not None and not stream:
+        raise invalid_value("starting_after", "set `stream` to true with it")
+    if not stream:
+        return JSONResponse(result)
+    event_id = last_event_id(request) or (None if starting_after is None else f"{id}:{starting_after}")
+    return Reader(server, *await resume_at(server, event_id, id), True, {})
+
+
+@router.post("/v1/responses/{id}/cancel")
+async def cancel_response(id: str, server: ServerDep) -> dict[str, Any]:
+    session = await server.store.find(id, ANYBODY)
+    if session and session.kind == ResponseReply.kind:
+        await server.cancel(session)
+        if session.result:
+            return session.result
+    return (await server.stored(id, ResponseReply.prefix))[1]
+
+
+@router.delete("/v1/responses/{id}")
+async def delete_response(id: str, server: ServerDep) -> dict[str, Any]:
+    await server.delete(id, ResponseReply.prefix)
+    return {"id": id, "object": "response", "deleted": True}
+
+
+@router.get("/v1/responses/{id}/input_items")
+async def get_input_items(id: str, server: ServerDep, after: str | None = None, order: Order = "desc",
+                          limit: Limit = 20) -> dict[str, Any]:
+    asked, _ = await server.stored(id, ResponseReply.prefix)
+    return page(asked["input"], after, order, limit)
+
+
+# -- sessions, models, the server's state ----------------------------------------------------------------------
 
 
 @router.get("/v1/sessions")
@@ -3159,6 +3957,7 @@ def create_app(settings: Settings | None = None, load: Load = load_model) -> Fas
         await server.start()
         with signals_reach(server.drain, chosen.shutdown_grace_seconds + 4):
             yield
+            await server.settle()
             server.stop()
 
     app = Door(title="Transformers inference server", lifespan=lifespan, docs_url=None, redoc_url=None,

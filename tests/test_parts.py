@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from conftest import main
+from conftest import content_of, main
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -1124,6 +1124,13 @@ def test_what_is_let_through_is_read_as_the_calls_that_it_is(name):
     prompt, text = prepared(name, tools=(WEATHER, G), must_call=True), enforced(name, *calls)
     assert accepts(name, prompt, text), walk(model(name), prompt, text)
     assert parsed(answer(name, text, prompt)) == ("", "", calls)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "plain"])
+def test_an_enforced_call_that_is_cut_is_never_told_as_text(name):
+    prompt, text = prepared(name, tools=(WEATHER, G), must_call=True), enforced(name, ("weather", GOOD[0]))
+    for end in range(len(text)):
+        assert content_of(answer(name, text[:end], prompt)) == "", text[:end]
 
 
 @pytest.mark.parametrize("most", [1, 2])

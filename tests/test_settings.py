@@ -12,6 +12,8 @@ RANGES = {  # name: (values at the edge of what is allowed, values beyond it)
     "port": (["0", "65535"], ["-1", "65536"]),
     "max_context_tokens": (["16"], ["15", "0", "-1"]),
     "max_tokens": (["1"], ["0", "-1"]),
+    "max_output_tokens": (["1"], ["0", "-1"]),
+    "responses_max_count": (["1"], ["0"]),
     "temperature": (["0", "2"], ["-0.01", "2.01"]),
     "max_concurrent_requests": (["1"], ["0"]),
     "max_queued_requests": (["0"], ["-1"]),
@@ -20,7 +22,7 @@ RANGES = {  # name: (values at the edge of what is allowed, values beyond it)
     "cancel_after_disconnect_seconds": (["0"], ["-0.1"]),
     "shutdown_grace_seconds": (["0"], ["-0.1"]),
     **{name: (["0.001"], ["0", "-1"]) for name in (
-        "model_load_wait_seconds", "max_body_mib", "sessions_ttl_seconds", "responses_ttl_seconds",
+        "model_load_wait_seconds", "max_body_mib", "sessions_ttl_seconds", "responses_ttl_seconds", "responses_max_mib",
         "session_buffer_mib", "sessions_buffer_mib", "keepalive_seconds", "send_timeout_seconds")},
 }
 CHOICES = {

@@ -2,12 +2,15 @@
 import json
 import re
 import socket
+from typing import get_type_hints
 
 import httpx2
 import pytest
 from conftest import ScriptedModel, chat, main
 from fastapi.testclient import TestClient
 from openai.types.chat import completion_create_params
+from openai.types.responses import response_create_params
+from openai.types.responses.input_token_count_params import InputTokenCountParams
 
 URL = "/v1/chat/completions"
 KINDS = {400: "invalid_request_error", 404: "invalid_request_error", 413: "invalid_request_error",
@@ -36,7 +39,10 @@ def refused(answer, status=400, code="invalid_value", param=None):
 
 def accepted(answer):
     assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["message"]["content"] == "fine"
+    said = answer.json()
+    is_response = said["object"] == "response"
+    assert (said["output"][0] if is_response else said["choices"][0]["message"])["content"] == (
+        [main.shown_part("output_text", "fine")] if is_response else "fine")
     return answer.headers.get("x-ignored-fields")
 
 
@@ -232,8 +238,13 @@ REAL_VALUES = {
 }
 
 
+def refused_by(model):
+    """The names that are refused where requests are of that model."""
+    return [name for name in main.NOT_BUILT if "." not in name and name not in model.model_fields]
+
+
 @pytest.mark.parametrize("name,value", [
-    *((name, {"some": "value"}) for name in main.NOT_BUILT), *REAL_VALUES.items(),
+    *((name, {"some": "value"}) for name in refused_by(main.ChatRequest)), *REAL_VALUES.items(),
     ("best_of", True), ("echo", 0), ("prompt_logprobs", False), ("functions", {}),
     ("modalities", ["text", "text"])], ids=lambda v: json.dumps(v)[:24])
 def test_what_is_not_built_is_refused_by_name(served, name, value):
@@ -241,19 +252,34 @@ def test_what_is_not_built_is_refused_by_name(served, name, value):
     assert f"`{name}`" in message
 
 
-@pytest.mark.parametrize("name,value", [(n, v) for n, offs in main.NOT_BUILT.items() for v in offs],
-                         ids=lambda v: json.dumps(v))
-def test_a_value_that_says_off_passes_and_is_no_ignored_field(served, name, value):
-    assert accepted(post(served, {**chat(), name: value})) is None
+@pytest.mark.parametrize("name", refused_by(main.ResponsesRequest))
+def test_what_is_not_built_is_refused_by_name_on_responses_too(served, name):
+    answer = served.post("/v1/responses", json={"input": "hi", name: {"some": "value"}})
+    refused(answer, code="unsupported_parameter", param=name)
 
 
-def test_every_parameter_of_the_official_sdk_is_known():
-    known = {*main.ChatRequest.model_fields, *main.NOT_BUILT, *main.HARMLESS}
-    assert set(completion_create_params.CompletionCreateParamsStreaming.__annotations__) <= known
+@pytest.mark.parametrize("path,body", [
+    *(("chat/completions", chat() | {n: v}) for n in refused_by(main.ChatRequest) for v in main.NOT_BUILT[n]),
+    *(("responses", {"input": "hi", n: v}) for n in refused_by(main.ResponsesRequest) for v in main.NOT_BUILT[n]),
+    *(("responses", {"input": "hi", "reasoning": {n: v}}) for n, v in (("context", "auto"), ("mode", "standard")))],
+                         ids=lambda v: json.dumps(v)[-60:])
+def test_a_value_that_says_off_passes_and_is_no_ignored_field(served, path, body):
+    assert accepted(served.post(f"/v1/{path}", json=body)) is None
+
+
+@pytest.mark.parametrize("model,params", [
+    (main.ChatRequest, completion_create_params.CompletionCreateParamsStreaming),
+    (main.ResponsesRequest, response_create_params.ResponseCreateParamsStreaming),
+    (main.ResponsesRequest, InputTokenCountParams)], ids=["chat", "responses", "input_tokens"])
+def test_every_parameter_of_the_official_sdk_is_known(model, params):
+    known = {*model.model_fields, *main.NOT_BUILT, *main.HARMLESS}
+    assert set(get_type_hints(params)) <= known
 
 
 def test_null_means_not_given_for_every_field(served):
     nothing = dict.fromkeys([*main.ChatRequest.model_fields, *main.NOT_BUILT, *main.HARMLESS, "unheard_of"])
+    everything = dict.fromkeys([*main.ResponsesRequest.model_fields, *nothing]) | {"input": "hi"}
+    assert accepted(served.post("/v1/responses", json=everything)) is None
     nulls = dict.fromkeys(["name", "tool_calls", "tool_call_id", "refusal", "audio", "function_call", "unheard_of"])
     assert accepted(post(served, {**nothing, **user(**nulls)})) is None
 
