@@ -1328,7 +1328,8 @@ def _progress_bar(report: Report, stage: Literal["download", "weights"]) -> type
 
         def update(self, n: float | None = 1) -> bool | None:
             shown = super().update(n)
-            if (self.unit == "B") == (stage == "download"):  # the hub counts files beside bytes
+            # A bar that TQDM_DISABLE switches off knows no unit; and the hub counts files beside bytes.
+            if not self.disable and (self.unit == "B") == (stage == "download"):
                 unit = "bytes" if stage == "download" else "tensors"
                 report(Progress(stage, int(self.n), int(self.total) if self.total else None, unit))
             return shown

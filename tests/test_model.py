@@ -789,3 +789,10 @@ def test_what_cannot_be_found_offline_is_explained_in_words(tmp_path):
     for error in errors:
         assert_told_in_words(error, tmp_path)
         assert "unexpected fault" not in error["detail"]
+
+
+@pytest.mark.parametrize("off,told", [(True, []), (False, [1, 2, 3])])
+def test_bars_that_are_switched_off_tell_nothing_and_hold_no_load_up(off, told):
+    progress = []
+    bar = main._progress_bar(progress.append, "weights")
+    assert (list(bar(range(3), disable=off)), [p.done for p in progress]) == ([0, 1, 2], told)
