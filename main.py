@@ -2091,19 +2091,12 @@ MAX_UNSAVED_WRITES, MAX_UNSAVED_CHARACTERS = 50_000, 2**28
 RETRY_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:  # one server-sent event as sent, encoded once for every reader
-    index: int
-    wire: bytes
-    head: int  # where its id line begins
-    size: int  # what it takes in memory, roughly
+Frame = bytes  # one server-sent event as sent, encoded once for every reader
 
 
 def make_frame(session: str, index: int, event: str | None, data: str) -> Frame:
     """Encode a frame. `data` is one line: JSON in ASCII, or `[DONE]`."""
-    head = ((f"event: {event}\n" if event else "") + f"data: {data}\n").encode()
-    wire = head + f"id: {session}:{index}\n\n".encode()
-    return Frame(index, wire, len(head), len(wire) + FRAME_BYTES)
+    return ((f"event: {event}\n" if event else "") + f"data: {data}\nid: {session}:{index}\n\n").encode()
 
 
 @dataclass(eq=False, repr=False)
@@ -2149,9 +2142,9 @@ class Session:
                 max_frames: float = math.inf, max_bytes: float = math.inf) -> None:
         """Show `frames` to the readers, and let the oldest go, but never the last. A `status` ends the session."""
         self.frames += frames
-        self.bytes += sum(f.size for f in frames)
+        self.bytes += sum(len(f) + FRAME_BYTES for f in frames)
         while len(self.frames) > 1 and (len(self.frames) > max_frames or self.bytes > max_bytes):
-            self.bytes -= self.frames.pop(0).size
+            self.bytes -= len(self.frames.pop(0)) + FRAME_BYTES
             self.first += 1
         if status:
             self.status, self.ended = status, now
@@ -2159,13 +2152,11 @@ class Session:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def until(self, count: float) -> None:
-        """Wait until there are so many frames, or the end."""
+    async def until(self, count: float = math.inf) -> bool:
+        """Wait until there are so many frames, or the end; whether there are so many."""
         while self.count < count and not self.closed:
             await self._changed.wait()
-
-    async def end(self) -> None:
-        await self.until(math.inf)
+        return self.count >= count
 
     @property
     def view(self) -> dict[str, Any]:
@@ -2314,8 +2305,7 @@ class SessionStore:
     async def read(self, session: Session, after: int = -1) -> AsyncIterator[Sequence[Frame]]:
         """Yield the frames after `after` in batches, each frame once and in order, until the session closes."""
         at = after + 1
-        while at < session.count or not session.closed:
-            await session.until(at + 1)
+        while await session.until(at + 1):
             if (here := at - session.first) >= 0:
                 batch = session.frames[here: here + READ_BATCH_FRAMES]
             else:
@@ -2324,9 +2314,8 @@ class SessionStore:
                 if not rows or rows[0][0] != at:
                     raise self._events_expired()
                 batch = [make_frame(session.name, *row) for row in rows]
-            if batch:
-                at = batch[-1].index + 1
-                yield batch
+            at += len(batch)
+            yield batch
 
     async def list(self, owner: str) -> list[Session]:
         """Every session of this owner that can be read, newest first."""
@@ -3279,7 +3268,7 @@ class Server:
     async def settle(self) -> None:
         """Wait for what has its grace and no connection that would wait for it."""
         if self.draining:
-            await asyncio.gather(*(generation.session.end() for generation in self._generations.values()))
+            await asyncio.gather(*(generation.session.until() for generation in self._generations.values()))
 
     def stop(self) -> None:
         """End everything and close the store."""
@@ -3380,10 +3369,8 @@ class Server:
         elif session.error:
             self.store.forget(session)
         self._make_room()
-        if early and not generation.announced:
-            await session.until(1)
-            if session.error and not session.count:
-                raise session.error
+        if early and not generation.announced and not await session.until(1) and session.error:
+            raise session.error
 
     def _make_room(self) -> None:
         """While requests queue, what nobody reads goes first: the one whose last reader left longest ago."""
@@ -3489,7 +3476,7 @@ class Server:
         """End a session, wherever it is; returns when it has ended. What has ended before stays as it is."""
         if generation := self._generations.get(session.id):
             self._produce(generation, Finished("cancelled"), "a client asked for it")
-        await session.end()  # its last frames may be on their way to disk
+        await session.until()  # its last frames may be on their way to disk
 
     # -- stored answers ----------------------------------------------------------------------------------------
     async def stored(self, id: str, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -3629,7 +3616,7 @@ class Reader(EventSourceResponse):
     async def _frames(self, after: int, ids: bool) -> AsyncIterator[bytes]:
         try:
             async for batch in self._server.store.read(self._session, after):
-                yield b"".join(f.wire if ids else f.wire[: f.head] + b"\n" for f in batch)
+                yield b"".join(batch if ids else (frame[: frame.rindex(b"id: ")] + b"\n" for frame in batch))
             if self._session.error and not self._session.count:
                 raise self._session.error  # refused before its first frame
         except ApiError as error:  # that, or it fell behind what is kept: said without an id, since it is no frame
@@ -3646,7 +3633,7 @@ async def whole_answer(request: Request, server: Server, session: Session, heade
     with server.reading(session, stays=False):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(follow_client)
-            await session.end()
+            await session.until()
             tasks.cancel_scope.cancel()
     if session.error:
         raise session.error
