@@ -2165,10 +2165,6 @@ class Session:
                 "created_at": self.created, "ended_at": self.ended, "frames": self.count, "readers": self.readers}
 
 
-def unknown_answer() -> ApiError:
-    return ApiError(404, "There is no stored answer of that id, or it has expired.", "not_found", "id")
-
-
 class SessionStore:
     """Finds sessions, keeps their frames within bounds, and reads on from disk what memory let go. Loop only."""
 
@@ -2217,16 +2213,13 @@ class SessionStore:
         if self._by_name.get((session.owner, session.name)) is session:  # else its label was taken anew
             del self._by_name[session.owner, session.name]
 
-    def forget(self, session: Session) -> None:
+    def forget(self, id: str) -> None:
         """Drop a session, and all that is kept of it."""
-        self._evict(session)
-        self._forgotten.append(session.id)
-        self._write(session, _deletion(session.id), lambda: None)
-
-    async def delete(self, id: str, owner: str) -> None:
-        """Drop a stored answer and its session. Raises ApiError 404 where there is none."""
-        await self.kept(id, owner)
-        self.forget(self._by_id.get(id) or Session(id, "", owner=owner))
+        if session := self._by_id.get(id):
+            self._evict(session)
+        self._forgotten.append(id)
+        if self._log:
+            self._log.write(id, _deletion(id))
 
     async def find(self, ref: str, owner: str) -> Session | None:
         """The session of that id or label, if it is this owner's and has not expired."""
@@ -2273,17 +2266,14 @@ class SessionStore:
 
         self._write(session, rows, publish)
 
-    async def kept(self, id: str, owner: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a stored answer was asked, and the answer, or the beginning of one that is being made. Raises ApiError
-        404 where there is none."""
+    async def kept(self, id: str, owner: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """What a stored answer was asked, and the answer, or the beginning of one that is being made."""
         session = self._in_memory(id, owner)
         if session and session.id == id and session.asked and session.result:
             return session.asked, session.result
         query = "SELECT asked, result FROM objects WHERE id = ? AND owner = ?"
         rows = await self._log.rows(query, (id, owner)) if self._log else []
-        if not rows:
-            raise unknown_answer()
-        return json.loads(rows[0][0]), json.loads(rows[0][1])
+        return (json.loads(rows[0][0]), json.loads(rows[0][1])) if rows else None
 
     def renew(self, ids: Iterable[str]) -> None:
         """Count the age of these stored answers from now on: what is still built upon must not expire."""
@@ -3243,8 +3233,8 @@ class Server:
             self.log.start()
         for session in await self.store.interrupted():
             error = ApiError(503, "The server was restarted while it made this answer.", "server_restarted")
-            with contextlib.suppress(ApiError):  # an answer that is not stored
-                session.asked, session.result = await self.store.kept(session.id, session.owner)
+            with contextlib.suppress(ApiError):  # a file that cannot be read
+                session.asked, session.result = await self.store.kept(session.id, session.owner) or (None, None)
             frames, session.result = broken_off(session.kind, error, session.made, session.result)
             self.store.append(session, frames, status="failed")
             log.info("session %s was interrupted by a restart after %d frames", session.id, session.first)
@@ -3367,7 +3357,7 @@ class Server:
             admission = asyncio.create_task(self._admit(generation, chat, sampling))
             generation.stop_work.callback(admission.cancel)  # and keeps it: the loop's own reference is weak
         elif session.error:
-            self.store.forget(session)
+            self.store.forget(session.id)
         self._make_room()
         if early and not generation.announced and not await session.until(1) and session.error:
             raise session.error
@@ -3442,7 +3432,7 @@ class Server:
             case Failed(error):
                 status, why, session.error = "failed", error.code, error
         if session.error and not session.made and not generation.announced:  # nobody has heard of it yet
-            self.store.forget(session)
+            self.store.forget(session.id)
             session.publish([], status, time.time())
         elif frames or status:
             self.store.append(session, frames, generation.tokens, status)
@@ -3479,34 +3469,32 @@ class Server:
         await session.until()  # its last frames may be on their way to disk
 
     # -- stored answers ----------------------------------------------------------------------------------------
-    async def stored(self, id: str, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What an answer was asked, and the answer as it stands. Raises ApiError 404 where there is none."""
-        if not id.startswith(prefix):
-            raise unknown_answer()
-        asked, result = await self.store.kept(id, ANYBODY)
+    async def stored(self, id: str, prefix: str, missing: ApiError | None = None) -> tuple[Item, Item]:
+        """What an answer was asked, and the answer as it stands. Raises `missing`, or ApiError 404, where there is
+        none."""
+        if not (found := await self.store.kept(id, ANYBODY) if id.startswith(prefix) else None):
+            words = "There is no stored answer of that id, or it has expired."
+            raise missing or ApiError(404, words, "not_found", "id")
         generation = self._generations.get(id)
-        return asked, generation.reply.result() if generation else result
+        return found[0], generation.reply.result() if generation else found[1]
 
     async def delete(self, id: str, prefix: str) -> None:
         """Forget a stored answer; one that is being made is cancelled first."""
         await self.stored(id, prefix)
         if session := await self.store.find(id, ANYBODY):
             await self.cancel(session)
-        await self.store.delete(id, ANYBODY)
+        await self.stored(id, prefix)  # somebody else may have deleted it meanwhile
+        self.store.forget(id)
 
     async def conversation(self, body: ResponsesRequest, own: Sequence[Item]) -> tuple[list[Item], list[Item]]:
         """The items of all answers before this one, oldest first, and its `own` with references looked up."""
         param, links, count = "previous_response_id", dict[str, list[Item]](), len(own)
         next_id = body.previous_response_id
         while next_id:
-            try:
-                asked, result = await self.stored(next_id, ResponseReply.prefix)
-            except ApiError as error:
-                if error.status_code != 404:
-                    raise
-                whose = f", which `{[*links][-1]}` continues," if links else ""
-                raise ApiError(404, f"The response `{next_id}`{whose} does not exist, was deleted or has expired.",
-                               "previous_response_not_found", param) from error
+            whose = f", which `{[*links][-1]}` continues," if links else ""
+            missing = ApiError(404, f"The response `{next_id}`{whose} does not exist, was deleted or has expired.",
+                               "previous_response_not_found", param)
+            asked, result = await self.stored(next_id, ResponseReply.prefix, missing)
             if result["status"] in ("queued", "in_progress", "failed"):
                 raise invalid_value(param, f"`{next_id}` is {result['status']} and cannot be continued")
             links[next_id] = asked["input"] + result["output"]
