@@ -2334,17 +2334,17 @@ class SessionStore:
         for session in [s for s in self._by_id.values() if self._expired(s)]:
             self._evict(session)
         if self._log:
-            horizon = time.time() - self._settings.sessions_ttl_seconds
-            settings = self._settings
+            settings, now = self._settings, time.time()
+            horizon = (now - settings.sessions_ttl_seconds,)
+            bounds = (now - settings.responses_ttl_seconds, settings.responses_max_count,
+                      settings.responses_max_mib * 2**20)
             self._log.write("", [
                 ("DELETE FROM objects WHERE id IN (SELECT id FROM (SELECT id, created, ROW_NUMBER() OVER newest AS n,"
                  " SUM(size) OVER newest AS bytes FROM objects WINDOW newest AS (ORDER BY created DESC, id))"
                  " WHERE created < ? OR n > ? OR bytes > ?)"
-                 " AND id NOT IN (SELECT id FROM sessions WHERE ended IS NULL)",
-                 (time.time() - settings.responses_ttl_seconds, settings.responses_max_count,
-                  settings.responses_max_mib * 2**20)),
-                ("DELETE FROM frames WHERE session IN (SELECT id FROM sessions WHERE ended < ?)", (horizon,)),
-                ("DELETE FROM sessions WHERE ended < ?", (horizon,))])
+                 " AND id NOT IN (SELECT id FROM sessions WHERE ended IS NULL)", bounds),
+                ("DELETE FROM frames WHERE session IN (SELECT id FROM sessions WHERE ended < ?)", horizon),
+                ("DELETE FROM sessions WHERE ended < ?", horizon)])
 
 
 SCHEMA = (  # step by step: a file of any age takes those it has not taken yet
@@ -3251,17 +3251,14 @@ class Server:
         self._loop.call_later(self.settings.shutdown_grace_seconds, self._end_all)
 
     def _end_all(self) -> None:
+        error = ApiError(503, "The server was stopped while it made this answer.", "server_stopped")
         for generation in list(self._generations.values()):
-            error = ApiError(503, "The server was stopped while it made this answer.", "server_stopped")
             self._produce(generation, Failed(error))
 
-    async def settle(self) -> None:
-        """Wait for what has its grace and no connection that would wait for it."""
+    async def stop(self) -> None:
+        """Wait for what has its grace and no connection that would wait for it; end everything and close the store."""
         if self.draining:
             await asyncio.gather(*(generation.session.until() for generation in self._generations.values()))
-
-    def stop(self) -> None:
-        """End everything and close the store."""
         self._end_all()
         if self._engine:
             self._engine.stop()
@@ -3933,8 +3930,7 @@ def create_app(settings: Settings | None = None, load: Load = load_model) -> Fas
         await server.start()
         with signals_reach(server.drain, chosen.shutdown_grace_seconds + 4):
             yield
-            await server.settle()
-            server.stop()
+            await server.stop()
 
     app = Door(title="Transformers inference server", lifespan=lifespan, docs_url=None, redoc_url=None,
                redirect_slashes=False,
