@@ -3308,12 +3308,10 @@ class Server:
     @property
     def readiness(self) -> dict[str, Any]:
         """What `/ready` says."""
-        progress = self.progress
-        failure = self._loading.exception() if self.model_status == "failed" else None
         return {
             "status": "stopping" if self.draining else self.model_status, "model": self.settings.served_id,
-            "progress": dataclasses.asdict(progress) if progress else None,
-            "error": failure.body["error"] if failure else None,
+            "progress": dataclasses.asdict(self.progress) if self.progress else None,
+            "error": self._loading.exception().body["error"] if self.model_status == "failed" else None,
             "context_length": self.model.context if self.model else None,
             "tools": self.model.tools if self.model else None,
             "storage": "off" if self.log is None else "degraded" if self.log.degraded else "ok",
@@ -3392,7 +3390,7 @@ class Server:
         self._engine.submit(job)
 
     async def _prepared(self, model: Model, chat: Chat, asked: int | None) -> tuple[Prompt, int]:
-        room = asked or (min(self.settings.max_tokens, model.context // 2) if chat.shortens else 1)
+        room = asked or min(self.settings.max_tokens, model.context // 2)  # which matters only where turns may go
         return await self._loop.run_in_executor(self._pool, fitted, model, chat, room)
 
     async def count(self, chat: Chat, asked: int | None) -> int:
@@ -3467,8 +3465,7 @@ class Server:
 
     # -- stored answers ----------------------------------------------------------------------------------------
     async def stored(self, id: str, prefix: str, missing: ApiError | None = None) -> tuple[Item, Item]:
-        """What an answer was asked, and the answer as it stands. Raises `missing`, or ApiError 404, where there is
-        none."""
+        """What an answer was asked, and the answer as it stands. Raises `missing`, or a 404, where there is none."""
         if not (found := await self.store.kept(id, ANYBODY) if id.startswith(prefix) else None):
             words = "There is no stored answer of that id, or it has expired."
             raise missing or ApiError(404, words, "not_found", "id")
@@ -3548,7 +3545,7 @@ def fitted(model: Model, chat: Chat, room: int) -> tuple[Prompt, int]:
 
     at = head
     if len(cuts) > 1 and not fits(head):
-        at = cuts[min(bisect.bisect_left(cuts, True, key=fits), len(cuts) - 1)]
+        at = cuts[bisect.bisect_left(cuts, True, hi=len(cuts) - 1, key=fits)]
     return cut(at), at - head
 
 
@@ -3781,8 +3778,6 @@ async def get_input_items(id: str, server: ServerDep, after: str | None = None, 
 
 
 # -- sessions, models, the server's state ----------------------------------------------------------------------
-
-
 @router.get("/v1/sessions")
 async def list_sessions(server: ServerDep) -> dict[str, Any]:
     return {"object": "list", "data": [s.view for s in await server.store.list(ANYBODY)]}
