@@ -3648,17 +3648,13 @@ async def resumed(request: Request, body: AnswerRequest, server: Server, protoco
     return Reader(server, session, after, True, headers)
 
 
-def new_session(body: AnswerRequest, protocol: type[Reply]) -> Session:
-    return Session(protocol.prefix + secrets.token_hex(16), protocol.kind, body.session_id or None,
-                   stored=body.store is not False)
-
-
-async def respond(request: Request, server: Server, session: Session, body: AnswerRequest, headers: Mapping[str, str],
-                  *work: Any, background: bool = False) -> Response:
+async def respond(request: Request, server: Server, body: AnswerRequest, headers: Mapping[str, str], reply: Reply,
+                  *work: Any, asked: Item | None, begun: Item | None = None, background: bool = False) -> Response:
     """Begin a session with its reply, chat and sampling, and answer with what the client asked for: a stream, the whole
     answer, or, for one in the background, its beginning."""
-    begun = session.result
-    await server.begin(session, *work, early=bool(body.stream) or background, background=background)
+    session = Session(reply.id, reply.kind, body.session_id or None, stored=body.store is not False, asked=asked,
+                      result=begun)
+    await server.begin(session, reply, *work, early=bool(body.stream) or background, background=background)
     log.info("session %s begins (%s, request %s)", session.id, "stream" if body.stream else "json",
              request.scope["request_id"])
     if body.stream:
@@ -3689,12 +3685,10 @@ async def chat_completions(request: Request, body: ChatRequest, server: ServerDe
     check_chat(body, server.settings)
     if reader := await resumed(request, body, server, ChatReply, headers):
         return reader
-    session = new_session(body, ChatReply)
-    if body.store:
-        session.asked = {"messages": known_fields(body.messages), "metadata": body.metadata}
-    reply = ChatReply(session.id, server.settings.served_id, body)
-    return await respond(request, server, session, body, headers, reply, chat_values(body),
-                         chat_sampling(body, server.settings))
+    reply = ChatReply(ChatReply.prefix + secrets.token_hex(16), server.settings.served_id, body)
+    asked = {"messages": known_fields(body.messages), "metadata": body.metadata} if body.store else None
+    return await respond(request, server, body, headers, reply, chat_values(body),
+                         chat_sampling(body, server.settings), asked=asked)
 
 
 @router.get("/v1/chat/completions/{id}")
@@ -3723,13 +3717,12 @@ async def responses(request: Request, body: ResponsesRequest, server: ServerDep)
     check_response(body, server.settings)
     if reader := await resumed(request, body, server, ResponseReply, headers):
         return reader
-    session = new_session(body, ResponseReply)
-    before, own = await server.conversation(body, response_items(body, session.id.removeprefix(ResponseReply.prefix)))
+    id = secrets.token_hex(16)
+    before, own = await server.conversation(body, response_items(body, id))
     chat, sampling = response_values(body, before + own), response_sampling(body, server.settings)
-    reply = ResponseReply(session.id, server.settings.served_id, body, sampling)
-    if session.stored:
-        session.asked, session.result = {"input": own}, reply.result()
-    return await respond(request, server, session, body, headers, reply, chat, sampling,
+    reply = ResponseReply(ResponseReply.prefix + id, server.settings.served_id, body, sampling)
+    asked, begun = (None, None) if body.store is False else ({"input": own}, reply.result())
+    return await respond(request, server, body, headers, reply, chat, sampling, asked=asked, begun=begun,
                          background=bool(body.background))
 
 
