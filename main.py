@@ -3505,16 +3505,15 @@ class Server:
 
     async def _looked_up(self, ids: Iterable[str]) -> dict[str, Item]:
         """The items of stored responses that have these ids. Raises ApiError 404 where one is missing."""
-        found, seen = dict[str, Item](), set[str]()
+        found = dict[str, Item]()
         for id in ids:
+            missing = ApiError(404, f"There is no item `{id}`, or it has expired.", "item_not_found", "input")
             made = re.fullmatch(r"[a-z]+_([0-9a-f]{32})_\w+", id)
-            if made and made[1] not in seen:
-                seen.add(made[1])
-                with contextlib.suppress(ApiError):
-                    asked, result = await self.stored(f"{ResponseReply.prefix}{made[1]}", ResponseReply.prefix)
-                    found |= {item["id"]: item for item in asked["input"] + result["output"]}
+            if made and id not in found:
+                asked, result = await self.stored(ResponseReply.prefix + made[1], ResponseReply.prefix, missing)
+                found |= {item["id"]: item for item in asked["input"] + result["output"]}
             if id not in found:
-                raise ApiError(404, f"There is no item `{id}`, or it has expired.", "item_not_found", "input")
+                raise missing
         return {id: found[id] for id in ids}
 
     async def find(self, ref: str) -> Session:

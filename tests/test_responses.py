@@ -1381,6 +1381,21 @@ def test_a_reference_to_an_item_that_its_response_does_not_have_is_not_found(rea
         assert error_of(post(http, asked, status=404)) == (404, "item_not_found", "input")
 
 
+def test_storage_that_cannot_be_read_is_told_as_that_and_not_as_a_missing_item(ready):
+    http = ready(ScriptedModel("a"), sessions_buffer_mib=0.0001)
+    kept = create(http)["output"][0]["id"]
+    server = http.app.state.server
+
+    async def fail(query, values=()):
+        raise main.ApiError(503, "Session storage cannot be read just now.", "storage_unavailable")
+
+    create(http)  # lets the first one go from memory
+    server.log.rows = fail
+
+    answer = post(http, [{"type": "item_reference", "id": kept}], status=503)
+    assert error_of(answer) == (503, "storage_unavailable", None)
+
+
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999"])
 @pytest.mark.parametrize("path,body,param", [
     (URL, '{"input": "x", "tools": [{"type": "function", "name": "f", "parameters": {"minimum": %s}}]}',
