@@ -396,27 +396,21 @@ class Foreign(BaseModel, extra="ignore", strict=True):  # known, and without a m
     type: Short
 
 
-# What agents send along of tools that are not here.
-FOREIGN_ITEMS = re.compile(
+# What agents send along of tools that are not here, and the tools themselves.
+FOREIGN_ITEMS = (
     r"(additional_tools|agent_message|ghost_snapshot|program|program_output|compaction_trigger|(context_)?compaction(_summary)?"
     r"|mcp_(list_tools|approval_request|approval_response)"
     r"|(web_search|file_search|image_generation|code_interpreter|computer|local_shell|shell|apply_patch|custom_tool"
     r"|tool_search|mcp)_(call|call_output|output))")
+HOSTED_TOOLS = r"(?s)(?!function\Z).*"
 
 
-def _is_foreign(value: Any) -> bool:
-    kind = value.get("type") if isinstance(value, dict) else None
-    return isinstance(kind, str) and bool(FOREIGN_ITEMS.fullmatch(kind))
+def or_foreign(ours: type[Wire], types: str) -> Any:
+    def tag(value: Any) -> str:  # in capitals, which error paths leave out
+        kind = value.get("type") if isinstance(value, dict) else None
+        return "FOREIGN" if isinstance(kind, str) and re.fullmatch(types, kind) else "OURS"
 
-
-def _is_hosted(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") != "function" and isinstance(value.get("type"), str)
-
-
-def or_foreign(ours: type[Wire], is_foreign: Callable[[Any], bool]) -> Any:
-    # The tags are in capitals, which error paths leave out.
-    either = Annotated[ours, Tag("OURS")] | Annotated[Foreign, Tag("FOREIGN")]
-    return Annotated[either, Discriminator(lambda value: "FOREIGN" if is_foreign(value) else "OURS")]
+    return Annotated[Annotated[ours, Tag("OURS")] | Annotated[Foreign, Tag("FOREIGN")], Discriminator(tag)]
 
 
 Unread = Annotated[Any, AfterValidator(lambda _: None)]
@@ -476,7 +470,6 @@ class ReasoningOptions(Wire):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-Given = or_foreign(InputItem, _is_foreign)
 LOGPROBS = "message.output_text.logprobs"
 Includable = Literal[
     "message.output_text.logprobs", "reasoning.encrypted_content", "message.input_image.image_url",
@@ -485,15 +478,15 @@ Includable = Literal[
 
 
 class ResponsesRequest(AnswerRequest):
-    input: Text | Annotated[
-        list[Given], Field(fail_fast=True), BeforeValidator(_few_parts), at_most(MAX_ITEMS)] | None = None
+    input: Text | Annotated[list[or_foreign(InputItem, FOREIGN_ITEMS)], Field(fail_fast=True),
+                            BeforeValidator(_few_parts), at_most(MAX_ITEMS)] | None = None
     instructions: Text | None = None
     previous_response_id: Short | None = None
     max_output_tokens: Budget | None = None
     max_tool_calls: Budget | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[list[or_foreign(FunctionTool, _is_hosted)] | None, at_most(256)] = None
+    tools: Annotated[list[or_foreign(FunctionTool, HOSTED_TOOLS)] | None, at_most(256)] = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[Includable] | None, at_most(16)] = None
