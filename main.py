@@ -365,6 +365,17 @@ class ToolChoice(Wire):
     function: ToolFunction | None = None  # by its name
     allowed_tools: AllowedTools | None = None
 
+    def wanted(self) -> tuple[list[str], bool]:
+        """The functions that may be called, and whether one must be. Raises ApiError 400 for what does not say."""
+        other = "allowed_tools" if self.type == "function" else "function"
+        if getattr(self, self.type) is None:
+            raise invalid_value(f"tool_choice.{self.type}", "missing")
+        if getattr(self, other) is not None:
+            raise invalid_value(f"tool_choice.{other}", f"not for the type `{self.type}`")
+        if self.function:
+            return [self.function.name], True
+        return [tool.function.name for tool in self.allowed_tools.tools], self.allowed_tools.mode == "required"
+
 
 class JsonSchemaFormat(Wire):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -449,6 +460,18 @@ class ToolName(Wire):
 class ResponseToolChoice(ToolName):
     mode: Literal["auto", "required"] | None = None
     tools: Annotated[list[ToolName] | None, at_most(256)] = None
+
+    def wanted(self) -> tuple[list[str], bool]:
+        """As that of ToolChoice."""
+        field = {"function": "name", "allowed_tools": "tools"}.get(self.type)
+        if field is None:
+            raise ApiError(400, f"The tool choice `{self.type[:64]}` is not supported here, only functions.",
+                           "unsupported_parameter", "tool_choice.type")
+        if not getattr(self, field):
+            raise invalid_value(f"tool_choice.{field}", "missing")
+        if self.type == "function":
+            return [self.name], True
+        return [tool.name or "" for tool in self.tools if tool.type == "function"], self.mode == "required"
 
 
 class TextFormat(Wire):
@@ -2523,11 +2546,14 @@ def template_options(body: AnswerRequest, effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"} | options
 
 
-def asked_tools(functions: Mapping[str, ToolFunction], names: Sequence[str] | None, must: bool,
-                most: int | None) -> tuple[tuple[Tool, ...], bool, int | None]:
-    """The tools of `functions`, by their places, that may be called: all, or those `names`; whether one must be, and
-    how many may at most."""
-    tools: dict[str, Tool] = {}
+def asked_tools(body: ChatRequest | ResponsesRequest, functions: Mapping[str, ToolFunction],
+                most: int | None = None) -> tuple[tuple[Tool, ...], bool, int | None]:
+    """The tools of `functions`, by their places, that may be called; whether one must be, and how many may at most."""
+    choice, tools = body.tool_choice, dict[str, Tool]()
+    says_names = isinstance(choice, Wire)
+    names, must = choice.wanted() if says_names else ([] if choice == "none" else None, choice == "required")
+    if body.parallel_tool_calls is False or (says_names and choice.type == "function"):
+        most = 1
     for where, function in functions.items():
         if function.name in tools:
             raise invalid_value(f"{where}.name", f"there are two functions `{function.name}`")
@@ -2535,19 +2561,14 @@ def asked_tools(functions: Mapping[str, ToolFunction], names: Sequence[str] | No
         if schema.get("type", "object") != "object":
             raise invalid_value(f"{where}.parameters", "a function's arguments are an object")
         shown = {"name": function.name, "description": function.description or "", "parameters": schema}
-        shown = {"type": "function", "function": shown}
-        tools[function.name] = Tool(function.name, schema, bool(function.strict), shown, f"{where}.parameters")
+        tools[function.name] = Tool(function.name, schema, bool(function.strict),
+                                    {"type": "function", "function": shown}, f"{where}.parameters")
     wanted = tools if names is None else dict.fromkeys(names)
     if must and not wanted:
         raise invalid_value("tool_choice", "there are no `tools` to choose from")
     if missing := [name for name in wanted if name not in tools]:
         raise invalid_value("tool_choice", f"`tools` has no function `{missing[0]}`")
     return tuple(tools[name] for name in wanted), must, most
-
-
-def plain_choice(choice: str | None, parallel: bool | None) -> tuple[list[str] | None, bool, int | None]:
-    """A choice without names: what `asked_tools` takes of it."""
-    return [] if choice == "none" else None, choice == "required", 1 if parallel is False else None
 
 
 def function_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
@@ -2719,22 +2740,8 @@ def chat_values(body: ChatRequest) -> Chat:
     named: dict[str, str] = {}  # the functions' names by their calls' ids, which some templates want with the answer
     messages = tuple(_chat_message(message, f"messages[{n}]", named) for n, message in enumerate(body.messages))
     functions = {f"tools[{n}].function": tool.function for n, tool in enumerate(body.tools or [])}
-    return Chat(messages, *asked_tools(functions, *chat_choice(body)), chat_grammar(body),
+    return Chat(messages, *asked_tools(body, functions), chat_grammar(body),
                 template_options(body, body.reasoning_effort), continues(body, messages[-1]))
-
-
-def chat_choice(body: ChatRequest) -> tuple[list[str] | None, bool, int | None]:
-    choice, most = body.tool_choice, 1 if body.parallel_tool_calls is False else None
-    if not isinstance(choice, ToolChoice):
-        return plain_choice(choice, body.parallel_tool_calls)
-    other = "allowed_tools" if choice.type == "function" else "function"
-    if getattr(choice, choice.type) is None:
-        raise invalid_value(f"tool_choice.{choice.type}", "missing")
-    if getattr(choice, other) is not None:
-        raise invalid_value(f"tool_choice.{other}", f"not for the type `{choice.type}`")
-    if choice.function:
-        return [choice.function.name], True, 1
-    return [tool.function.name for tool in choice.allowed_tools.tools], choice.allowed_tools.mode == "required", most
 
 
 def _chat_message(message: ChatMessage, where: str, named: dict[str, str]) -> Message:
@@ -2985,28 +2992,10 @@ def response_values(body: ResponsesRequest, items: Sequence[Item]) -> Chat:
     if format.type == "json_schema" and format.schema_ is None:
         raise invalid_value("text.format.schema", "missing")
     schema = format.schema_ if format.type == "json_schema" else None
-    return Chat(messages, *asked_tools(functions, *response_choice(body)),
+    return Chat(messages, *asked_tools(body, functions, body.max_tool_calls),
                 answer_grammar(format.type, schema, body.structured_outputs, "text.format"),
                 template_options(body, body.reasoning.effort if body.reasoning else None),
                 continues(body, messages[-1]), body.truncation == "auto", "input")
-
-
-def response_choice(body: ResponsesRequest) -> tuple[list[str] | None, bool, int | None]:
-    choice = body.tool_choice
-    names, must, most = plain_choice(choice if isinstance(choice, str) else None, body.parallel_tool_calls)
-    if isinstance(choice, ResponseToolChoice):
-        field = {"function": "name", "allowed_tools": "tools"}.get(choice.type)
-        if field is None:
-            raise ApiError(400, f"The tool choice `{choice.type[:64]}` is not supported here, only functions.",
-                           "unsupported_parameter", "tool_choice.type")
-        if not getattr(choice, field):
-            raise invalid_value(f"tool_choice.{field}", "missing")
-        if choice.type == "function":
-            names, must, most = [choice.name], True, 1
-        else:
-            names = [tool.name or "" for tool in choice.tools if tool.type == "function"]
-            must = choice.mode == "required"
-    return names, must, min(filter(None, (most, body.max_tool_calls)), default=None)
 
 
 def response_sampling(body: ResponsesRequest, settings: Settings) -> Sampling:
