@@ -2507,11 +2507,19 @@ class SessionLog:
 # timing; ids and `created` are drawn once. JSON is written in ASCII: no reader's
 # idea of a line end can cut it.
 # ==============================================================================
+Item = dict[str, Any]  # as OpenAI shows it, and kept so: a chain of answers needs no other shape
 FrameText = tuple[str | None, str]  # the event's name, where the protocol has one, and its data
 
 
-def as_frame(value: Mapping[str, Any], event: str | None = None) -> FrameText:
-    return event, json.dumps(value, separators=(",", ":"))
+def as_frames(told: Iterable[Item | None], first: int) -> list[FrameText]:
+    """What is told, from the frame `first` on; None is the end. An event of Responses has a name and the index of its
+    frame."""
+    frames = list[FrameText]()
+    for n, value in enumerate(told, first):
+        event = value and value.get("type")
+        value = {"type": event, "sequence_number": n} | value if event else value
+        frames.append((event, json.dumps(value, separators=(",", ":")) if value else "[DONE]"))
+    return frames
 
 
 def unknown_model(name: str, settings: Settings) -> ApiError:
@@ -2671,8 +2679,8 @@ class Said:  # by one choice so far
 
 
 class Reply:
-    """Folds events into frames and an object. How they look is a protocol's: `wait`, `begin`, `start`, `show`, `end`
-    and `fail` make frames, `result` the object as it stands."""
+    """Folds events into frames and an object. How they look is a protocol's: `tell` says what follows from an event,
+    `result` is the object as it stands."""
 
     prefix: str  # of its ids
 
@@ -2687,37 +2695,21 @@ class Reply:
     def is_done(self) -> bool:
         return all(said.reason for said in self.choices)
 
-    def wait(self) -> list[FrameText]:
-        return []
-
-    def start(self) -> list[FrameText]:
-        return []
-
     def frames(self, event: Event) -> list[FrameText]:
-        frames = self._frames(event)
-        self.made += len(frames)
-        return frames
-
-    def _frames(self, event: Event) -> list[FrameText]:
         match event:
-            case Queued():
-                return self.wait()
             case Accepted():
                 self.prompt_tokens, self.sampling, self.dropped = event.prompt_tokens, event.sampling, event.dropped
-                return self.begin()
-            case Started():
-                return self.start()
-            case Produced(choice=n):
+            case Produced():
                 self.completion_tokens += 1
                 self.reasoning_tokens += event.part is ReasoningDelta
-                return [frame for seen in self.choices[n].take(event) for frame in self.show(n, *seen)]
             case Finished(reason, n):
-                ended = [n] if reason != "cancelled" else [n for n, said in enumerate(self.choices) if not said.reason]
-                for said in (self.choices[n] for n in ended):
-                    said.reason = "tool_calls" if reason == "stop" and said.of(ToolCallDelta) else reason
-                return self.end(ended)
-            case Failed(error):
-                return self.fail(error)
+                for said in self.choices if reason == "cancelled" else [self.choices[n]]:
+                    called = reason == "stop" and said.of(ToolCallDelta)
+                    said.reason = said.reason or ("tool_calls" if called else reason)
+        told = [*self.tell(event)]
+        frames = as_frames([*told, None] if self.is_done or isinstance(event, Failed) else told, self.made)
+        self.made += len(frames)
+        return frames
 
     def call_id(self, n: int, at: int) -> str:
         """Of choice `n`'s call at the place `at`."""
@@ -2725,7 +2717,6 @@ class Reply:
 
 
 # -- Chat Completions ------------------------------------------------------------------------------------------
-DONE: FrameText = (None, "[DONE]")
 REASONING = ("reasoning_content", "reasoning")  # clients differ in where they look for it
 
 
@@ -2801,63 +2792,63 @@ class ChatReply(Reply):
         self._logprobs = bool(body.logprobs)
         self._tier = {"service_tier": "default"} if body.service_tier else {}
 
-    def begin(self) -> list[FrameText]:
-        return [self._chunk(n, {"role": "assistant", "content": "", "refusal": None}) for n in range(len(self.choices))]
+    def tell(self, event: Event) -> Iterator[Item]:
+        match event:
+            case Accepted():
+                for n in range(len(self.choices)):
+                    yield self._chunk(n, {"role": "assistant", "content": "", "refusal": None})
+            case Produced(choice=n):
+                for delta, logprobs in self.choices[n].take(event):
+                    yield self._chunk(n, self._delta(n, delta), logprobs=logprobs)
+            case Finished(reason, n):
+                cancelled = [n for n, said in enumerate(self.choices) if said.reason == "cancelled"]
+                for ended in cancelled if reason == "cancelled" else [n]:
+                    yield self._chunk(ended, {}, self.choices[ended].reason)
+                if self.is_done and self._include_usage:
+                    yield self._object("chat.completion.chunk", [], usage=self._usage())
+            case Failed(error):
+                yield error.body
 
-    def show(self, n: int, delta: Delta, logprobs: Sequence[TokenLogprob]) -> list[FrameText]:
+    def _delta(self, n: int, delta: Delta) -> Item:
         match delta:
             case TextDelta(text):
-                said = {"content": text}
+                return {"content": text}
             case ReasoningDelta(text):
-                said = dict.fromkeys(REASONING, text)
+                return dict.fromkeys(REASONING, text)
             case ToolCallDelta(name, arguments):
-                at = len(self.choices[n].of(ToolCallDelta)) - 1
-                call = {"function": {"arguments": arguments}}
-                if name is not None:
-                    call = function_call(self.call_id(n, at), name, arguments)
-                said = {"tool_calls": [{"index": at} | call]}
-        return [self._chunk(n, said, logprobs=logprobs)]
+                at, more = len(self.choices[n].of(ToolCallDelta)) - 1, {"function": {"arguments": arguments}}
+                call = more if name is None else function_call(self.call_id(n, at), name, arguments)
+                return {"tool_calls": [{"index": at} | call]}
 
-    def end(self, ended: Sequence[int]) -> list[FrameText]:
-        frames = [self._chunk(n, {}, self.choices[n].reason) for n in ended]
-        if self.is_done and self._include_usage:
-            frames.append(as_frame(self._object("chat.completion.chunk", [], usage=self._usage())))
-        return [*frames, DONE] if self.is_done else frames
-
-    def fail(self, error: ApiError) -> list[FrameText]:
-        return [as_frame(error.body), DONE]
-
-    def result(self) -> dict[str, Any]:
-        choices = [{"index": n, "message": self._message(n, said), "finish_reason": said.reason,
-                    "logprobs": self._shown([p for part in said.parts for p in part.logprobs], self._logprobs)}
-                   for n, said in enumerate(self.choices)]
+    def result(self) -> Item:
+        choices = []
+        for n, said in enumerate(self.choices):
+            message = {"role": "assistant", "content": said.text(TextDelta), "refusal": None}
+            if reasoning := said.text(ReasoningDelta):
+                message |= dict.fromkeys(REASONING, reasoning)
+            if calls := said.of(ToolCallDelta):
+                message["content"] = message["content"] or None
+                message["tool_calls"] = [function_call(self.call_id(n, at), call.name, call.text)
+                                         for at, call in enumerate(calls)]
+            logprobs = [entry for part in said.parts for entry in part.logprobs] if self._logprobs else None
+            choices.append({"index": n, "message": message, "finish_reason": said.reason,
+                            "logprobs": self._shown(logprobs)})
         return self._object("chat.completion", choices, usage=self._usage())
 
-    def _message(self, n: int, said: Said) -> dict[str, Any]:
-        message = {"role": "assistant", "content": said.text(TextDelta), "refusal": None}
-        if reasoning := said.text(ReasoningDelta):
-            message |= dict.fromkeys(REASONING, reasoning)
-        if calls := said.of(ToolCallDelta):
-            message["content"] = message["content"] or None
-            message["tool_calls"] = [function_call(self.call_id(n, at), call.name, call.text)
-                                     for at, call in enumerate(calls)]
-        return message
-
-    def _chunk(self, n: int, delta: dict[str, Any], reason: str | None = None,
-               logprobs: Sequence[TokenLogprob] = ()) -> FrameText:
-        choice = {"index": n, "delta": delta, "logprobs": self._shown(logprobs, logprobs), "finish_reason": reason}
+    def _chunk(self, n: int, delta: Item, reason: str | None = None, logprobs: Sequence[Item] = ()) -> Item:
+        choice = {"index": n, "delta": delta, "logprobs": self._shown(logprobs or None), "finish_reason": reason}
         usage = {"usage": None} if self._include_usage else {}
-        return as_frame(self._object("chat.completion.chunk", [choice], **usage))
+        return self._object("chat.completion.chunk", [choice], **usage)
 
     @staticmethod
-    def _shown(logprobs: Sequence[dict[str, Any]], wanted: Any) -> dict[str, Any] | None:
-        return {"content": logprobs, "refusal": None} if wanted else None
+    def _shown(logprobs: Sequence[Item] | None) -> Item | None:
+        return None if logprobs is None else {"content": logprobs, "refusal": None}
 
-    def _object(self, kind: str, choices: list[dict[str, Any]], **usage: Any) -> dict[str, Any]:
+    def _object(self, kind: str, choices: list[Item], **usage: Any) -> Item:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices,
                 **self._tier, **usage}
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> Item:
         asked, made = self.prompt_tokens, self.completion_tokens
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made,
                 "prompt_tokens_details": {"cached_tokens": 0},
@@ -2865,7 +2856,6 @@ class ChatReply(Reply):
 
 
 # -- Responses -------------------------------------------------------------------------------------------------
-Item = dict[str, Any]  # as OpenAI shows it, and kept so: a chain of answers needs no other shape
 ITEM_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}  # of ids
 ITEM_FIELDS = {  # what each kind must have
     "message": ("role", "content"), "function_call": ("call_id", "name", "arguments"), "reasoning": (),
@@ -3033,62 +3023,52 @@ def response_error(error: ApiError) -> dict[str, str]:
 
 class ResponseReply(Reply):
     """Responses: created, queued where it has to wait, in progress; of every item its beginning, deltas and end; the
-    whole object; and `[DONE]`, which Open Responses demands and the SDKs pass over. An event's `sequence_number` is the
-    index of its frame."""
+    whole object; and `[DONE]`, which Open Responses demands and the SDKs pass over."""
 
     kind, prefix = "response", "resp_"
-    kinds = {  # the item, its one part, and what its deltas are of
-        TextDelta: ("message", "output_text", "output_text"),
-        ReasoningDelta: ("reasoning", "reasoning_text", "reasoning_text"),
-        ToolCallDelta: ("function_call", None, "function_call_arguments")}
+    kinds = {  # the item, and what its deltas are of: its one part, if it has any
+        TextDelta: ("message", "output_text"), ReasoningDelta: ("reasoning", "reasoning_text"),
+        ToolCallDelta: ("function_call", "function_call_arguments")}
 
     def __init__(self, id: str, model: str, body: ResponsesRequest, sampling: Sampling) -> None:
         super().__init__(id, model)
         self.status, self._error, self._ended, self.sampling = "queued", None, None, sampling
         self._asked, self._parts = response_echo(body), self.choices[0].parts
         self._opened = 0  # items that have begun; all but the last one have ended, too
+        self._place: Item = {}  # of what that one consists of, as its events say it
 
     @property
     def is_done(self) -> bool:
         return self.status not in ("queued", "in_progress")
 
-    def frames(self, event: Event) -> list[FrameText]:
-        first = self.made
-        return [told if told is DONE else as_frame({"type": told["type"], "sequence_number": n} | told, told["type"])
-                for n, told in enumerate(super().frames(event), first)]
-
-    def wait(self) -> list[Item]:
-        return [] if self.made else [self._whole("created"), self._whole("queued")]
-
-    def begin(self) -> list[Item]:
-        if self.made:
-            return []
-        self.status = "in_progress"
-        return [self._whole("created")]
-
-    def start(self) -> list[Item]:
-        self.status = "in_progress"
-        return [self._whole("in_progress")]
-
-    def show(self, n: int, delta: Delta, logprobs: Sequence[TokenLogprob]) -> list[Item]:
-        frames = self._next_item() if self._opened < len(self._parts) else []
-        shown = {"logprobs": logprobs} if isinstance(delta, TextDelta) else {}
-        text = delta.arguments if isinstance(delta, ToolCallDelta) else delta.text
-        return [*frames, self._of_item("delta", delta=text, **shown)] if text else frames
-
-    def end(self, ended: Sequence[int]) -> list[Item | FrameText]:
-        said, frames = self.choices[0], self.begin()
-        if said.reason == "stop" and not said.of(TextDelta):
-            self._parts.append(Part(TextDelta))  # agents take an answer without a message for one that goes on
-            frames += self._next_item()
-        self.status = {"length": "incomplete", "cancelled": "cancelled"}.get(said.reason, "completed")
-        how = "completed" if self.status == "completed" else "incomplete"
-        self._ended = int(time.time()) if how == "completed" else None
-        return [*frames, *self._end_item(how), self._whole(how), DONE]
-
-    def fail(self, error: ApiError) -> list[Item | FrameText]:
-        frames, self.status, self._error = self.begin(), "failed", response_error(error)
-        return [*frames, self._whole("failed"), DONE]
+    def tell(self, event: Event) -> Iterator[Item]:
+        said = self.choices[0]
+        if not self.made:
+            self.status = "queued" if isinstance(event, Queued) else "in_progress"
+            yield from map(self._whole, ("created", "queued") if isinstance(event, Queued) else ("created",))
+        match event:
+            case Started():
+                self.status = "in_progress"
+                yield self._whole("in_progress")
+            case Produced():
+                for delta, logprobs in said.take(event):
+                    yield from self._next_item() if self._opened < len(self._parts) else ()
+                    shown = {"logprobs": logprobs} if isinstance(delta, TextDelta) else {}
+                    if text := delta.arguments if isinstance(delta, ToolCallDelta) else delta.text:
+                        kind = self.kinds[type(delta)][1]
+                        yield {"type": f"response.{kind}.delta", **self._place, "delta": text, **shown}
+            case Finished(reason):
+                if said.reason == "stop" and not said.of(TextDelta):
+                    self._parts.append(Part(TextDelta))  # agents take an answer without a message for one that goes on
+                    yield from self._next_item()
+                self.status = {"length": "incomplete", "cancelled": "cancelled"}.get(reason, "completed")
+                how = "completed" if self.status == "completed" else "incomplete"
+                self._ended = int(time.time()) if how == "completed" else None
+                yield from self._end_item(how)
+                yield self._whole(how)
+            case Failed(error):
+                self.status, self._error = "failed", response_error(error)
+                yield self._whole("failed")
 
     def result(self) -> Item:
         last = self.status if self.status in ("completed", "in_progress") else "incomplete"
@@ -3099,72 +3079,59 @@ class ResponseReply(Reply):
                  "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                  "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
         # What the model's own are is known when it has loaded; until then it is what OpenAI's are.
-        used = {name: getattr(self.sampling, name) for name in ("temperature", "top_p")}
-        used = {name: 1.0 if value is None else value for name, value in used.items()}
+        used = {name: 1.0 if (value := getattr(self.sampling, name)) is None else value
+                for name in ("temperature", "top_p")}
         dropped = {"dropped_messages": self.dropped} if self._asked["truncation"] == "auto" else {}
         reason = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
         return {"id": self.id, "object": "response", "created_at": self.created, "completed_at": self._ended,
                 "status": self.status, "error": self._error, "incomplete_details": reason, "model": self.model,
                 "output": output, "usage": usage if self.is_done else None} | self._asked | used | dropped
 
-    @staticmethod
-    def _event(kind: str, **fields: Any) -> Item:
-        return {"type": f"response.{kind}"} | fields
-
     def _whole(self, kind: str) -> Item:
-        return self._event(kind, response=self.result())
+        return {"type": f"response.{kind}", "response": self.result()}
 
     def _item(self, n: int, part: Part, status: str) -> Item:
-        kind, name, _ = self.kinds[part.kind]
-        item = {"id": self._item_id(n, kind), "type": kind, "status": status}
+        kind, shown = self.kinds[part.kind]
+        id = f"{ITEM_PREFIXES[kind]}_{self.id.removeprefix(self.prefix)}_{n}"
+        item = {"id": id, "type": kind, "status": status}
         if part.kind is ToolCallDelta:
             at = sum(before.kind is ToolCallDelta for before in self._parts[:n])
             return item | {"call_id": self.call_id(0, at), "name": part.name, "arguments": part.text}
         item |= {"role": "assistant"} if part.kind is TextDelta else {"summary": []}
-        return item | {"content": [shown_part(name, part.text, part.logprobs)]}
+        return item | {"content": [shown_part(shown, part.text, part.logprobs)]}
 
-    def _item_id(self, n: int, kind: str) -> str:
-        return f"{ITEM_PREFIXES[kind]}_{self.id.removeprefix(self.prefix)}_{n}"
-
-    def _of_item(self, kind: str, **fields: Any) -> Item:
-        """An event of what the open item consists of."""
-        n, part = self._opened - 1, self._parts[self._opened - 1]
-        item, _, deltas = self.kinds[part.kind]
-        name = f"content_part.{kind}" if "part" in fields else f"{deltas}.{kind}"
-        place = {} if part.kind is ToolCallDelta else {"content_index": 0}
-        return self._event(name, item_id=self._item_id(n, item), output_index=n, **place, **fields)
-
-    def _next_item(self) -> list[Item]:
+    def _next_item(self) -> Iterator[Item]:
         """The end of the item before, if there is one, and the beginning of the next."""
-        frames, n = self._end_item("completed"), self._opened
-        self._opened += 1
+        yield from self._end_item("completed")
+        n, self._opened = self._opened, self._opened + 1
         item = self._item(n, Part(self._parts[n].kind, self._parts[n].name), "in_progress")
         parts = item.get("content", [])
-        frames.append(self._event("output_item.added", output_index=n, item=item | ({"content": []} if parts else {})))
-        return frames + [self._of_item("added", part=part) for part in parts]
+        self._place = {"item_id": item["id"], "output_index": n} | ({"content_index": 0} if parts else {})
+        item |= {"content": []} if parts else {}
+        yield {"type": "response.output_item.added", "output_index": n, "item": item}
+        yield from ({"type": "response.content_part.added", **self._place, "part": part} for part in parts)
 
-    def _end_item(self, status: str) -> list[Item]:
+    def _end_item(self, status: str) -> Iterator[Item]:
         """The end of the item that is open, if there is one."""
         if not self._opened:
-            return []
+            return
         n, part = self._opened - 1, self._parts[self._opened - 1]
         item = self._item(n, part, status)
-        said = {"name": part.name, "arguments": part.text} if part.kind is ToolCallDelta else {"text": part.text}
-        shown = {"logprobs": part.logprobs} if part.kind is TextDelta else {}
-        ends = [self._of_item("done", part=p) for p in item.get("content", [])]
-        return [self._of_item("done", **said, **shown), *ends,
-                self._event("output_item.done", output_index=n, item=item)]
+        parts = item.get("content", [])
+        told = ("text", "logprobs", "name", "arguments")
+        said = {key: value for key, value in (parts or [item])[0].items() if key in told}
+        yield {"type": f"response.{self.kinds[part.kind][1]}.done", **self._place, **said}
+        yield from ({"type": "response.content_part.done", **self._place, "part": part} for part in parts)
+        yield {"type": "response.output_item.done", "output_index": n, "item": item}
 
 
 def broken_off(kind: str, error: ApiError, index: int, result: Item | None) -> tuple[list[FrameText], Item | None]:
     """How a stream ends, at the frame `index`, whose reply nobody has any more, and what becomes of its object."""
     if kind == ChatReply.kind or result is None:
-        return [as_frame(error.body), DONE], result
+        return as_frames([error.body, None], index), result
     failed = result | {"status": "failed", "error": response_error(error)}
-    told = [("response.failed", failed)] if index else [("response.created", result), ("response.failed", failed)]
-    frames = [as_frame({"type": event, "sequence_number": n, "response": shown}, event)
-              for n, (event, shown) in enumerate(told, index)]
-    return [*frames, DONE], failed
+    begun = [] if index else [{"type": "response.created", "response": result}]
+    return as_frames([*begun, {"type": "response.failed", "response": failed}, None], index), failed
 
 
 # ==============================================================================
