@@ -2508,6 +2508,7 @@ class SessionLog:
 # idea of a line end can cut it.
 # ==============================================================================
 Item = dict[str, Any]  # as OpenAI shows it, and kept so: a chain of answers needs no other shape
+TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 FrameText = tuple[str | None, str]  # the event's name, where the protocol has one, and its data
 
 
@@ -2583,20 +2584,29 @@ def function_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def text_of(part: ContentPart, where: str, kinds: Sequence[str] = ("text", "refusal")) -> str:
-    """What a part of one of these kinds says. Raises ApiError 400 for another."""
-    if part.type not in kinds:
-        raise refuse_media(part.type, where)
-    key = "refusal" if part.type == "refusal" else "text"
-    if (text := getattr(part, key)) is None:
-        raise invalid_value(f"{where}.{key}", "missing")
-    return text
+def shown_parts(parts: str | Sequence[ContentPart], kind: str, where: str, first: int = 0,
+                taken: Sequence[str] = TEXT_PARTS) -> list[Item]:
+    """A content as OpenAI shows it. Raises ApiError 400 for a part of a kind that is not `taken`."""
+    if isinstance(parts, str):
+        return [shown_part(kind, parts)]
+    shown = []
+    for n, part in enumerate(parts, first):
+        if part.type not in taken:
+            raise refuse_media(part.type, f"{where}[{n}]")
+        key = "refusal" if part.type == "refusal" else "text"
+        if (text := getattr(part, key)) is None:
+            raise invalid_value(f"{where}[{n}].{key}", "missing")
+        shown.append(shown_part("refusal" if key == "refusal" else kind, text))
+    return shown
 
 
-def joined_text(content: str | list[ContentPart] | None, where: str) -> str:
-    if not isinstance(content, list):
-        return content or ""
-    return "\n".join(text_of(part, f"{where}[{n}]") for n, part in enumerate(content))
+def shown_part(kind: str, text: str, logprobs: Sequence[Item] = ()) -> Item:
+    part = {"type": kind, "refusal" if kind == "refusal" else "text": text}
+    return part | {"annotations": [], "logprobs": list(logprobs)} if kind == "output_text" else part
+
+
+def joined_text(parts: str | Sequence[Item]) -> str:
+    return parts if isinstance(parts, str) else "\n".join(part.get("text") or part.get("refusal", "") for part in parts)
 
 
 def structured_grammar(wanted: StructuredOutputs) -> Grammar:
@@ -2748,9 +2758,9 @@ def _chat_message(message: ChatMessage, where: str, named: dict[str, str]) -> Me
         arguments = parse_json(call.function.arguments or "{}", f"{where}.tool_calls[{n}].function.arguments")
         calls.append(function_call(call.id, call.function.name, arguments))
         named[call.id] = call.function.name
-    return Message("system" if message.role == "developer" else message.role,
-                   joined_text(message.content, f"{where}.content"), message.name or named.get(message.tool_call_id),
-                   tuple(calls), message.tool_call_id, reasoning)
+    content = shown_parts(message.content or [], "text", f"{where}.content", taken=("text", "refusal"))
+    return Message("system" if message.role == "developer" else message.role, joined_text(content),
+                   message.name or named.get(message.tool_call_id), tuple(calls), message.tool_call_id, reasoning)
 
 
 def continues(body: AnswerRequest, last: Message) -> bool:
@@ -2860,7 +2870,6 @@ ITEM_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "fu
 ITEM_FIELDS = {  # what each kind must have
     "message": ("role", "content"), "function_call": ("call_id", "name", "arguments"), "reasoning": (),
     "function_call_output": ("call_id", "output"), "item_reference": ("id",)}
-TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 VERBOSITY = {"low": "Answer briefly.", "high": "Answer in detail."}
 
 
@@ -2919,23 +2928,6 @@ def _whole_item(given: InputItem, kind: str, where: str) -> Item:
     return item
 
 
-def shown_parts(parts: str | Sequence[ItemPart], kind: str, where: str, first: int = 0) -> list[Item]:
-    """A content as OpenAI shows it. Raises ApiError 400 for a part that is no text."""
-    if isinstance(parts, str):
-        return [shown_part(kind, parts)]
-    said = [(part.type, text_of(part, f"{where}[{n}]", TEXT_PARTS)) for n, part in enumerate(parts, first)]
-    return [shown_part("refusal" if given == "refusal" else kind, text) for given, text in said]
-
-
-def shown_part(kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Item:
-    part = {"type": kind, "refusal" if kind == "refusal" else "text": text}
-    return part | {"annotations": [], "logprobs": list(logprobs)} if kind == "output_text" else part
-
-
-def item_text(parts: str | Sequence[Item]) -> str:
-    return parts if isinstance(parts, str) else "\n".join(part.get("text") or part.get("refusal", "") for part in parts)
-
-
 def response_messages(items: Iterable[Item], instructions: Iterable[str]) -> tuple[Message, ...]:
     """The items as a chat: all that is the system's in front, and what one answer consists of in one message."""
     system, said = [*instructions], list[Message]()
@@ -2952,12 +2944,12 @@ def response_messages(items: Iterable[Item], instructions: Iterable[str]) -> tup
     for item in items:
         match item:
             case {"type": "message", "role": "assistant", "content": content}:
-                add("content", item_text(content))
+                add("content", joined_text(content))
             case {"type": "message", "role": "user", "content": content}:
-                said.append(Message("user", item_text(content)))
+                said.append(Message("user", joined_text(content)))
             case {"type": "message", "content": content}:
-                system.append(item_text(content))
-            case {"type": "reasoning"} if thought := item_text(item["content"] or item["summary"]):
+                system.append(joined_text(content))
+            case {"type": "reasoning"} if thought := joined_text(item["content"] or item["summary"]):
                 add("reasoning", thought)
             case {"type": "function_call", "call_id": id, "name": name, "arguments": arguments}:
                 # One that was cut before it ends as JSON was never made: nobody can have answered it.
@@ -2966,7 +2958,7 @@ def response_messages(items: Iterable[Item], instructions: Iterable[str]) -> tup
                     add("tool_calls", (function_call(id, name, from_json(whole)),))
                     names[id] = name
             case {"type": "function_call_output", "call_id": id, "output": output}:
-                said.append(Message("tool", item_text(output), names.get(id), (), id))
+                said.append(Message("tool", joined_text(output), names.get(id), (), id))
     front = "\n\n".join(filter(None, system))
     return (Message("system", front), *said) if front else tuple(said)
 
