@@ -2621,14 +2621,19 @@ def structured_grammar(wanted: StructuredOutputs) -> Grammar:
     return Grammar("lark", f"start: {rule}" if choices else wanted.grammar, param)
 
 
-def answer_grammar(kind: str, schema: dict[str, Any] | None, extra: StructuredOutputs | None,
-                   param: str) -> Grammar | None:
-    """What the answer must look like: text, any JSON object, or of a schema; or what the extension says."""
+def answer_grammar(body: AnswerRequest, format: ResponseFormat | TextFormat | None, given: Any,
+                   place: str) -> Grammar | None:
+    """What the answer must look like: text, any JSON object, or of the schema that is `given` at its `place`; or what
+    the extension says."""
+    kind, param, extra = format.type if format else "text", place.rpartition(".")[0], body.structured_outputs
+    if kind == "json_schema" and given is None:
+        raise invalid_value(place, "missing")
     if kind == "text":
         return structured_grammar(extra) if extra else None
     if extra:
         raise invalid_value("structured_outputs", f"not together with `{param}`")
-    return json_grammar(schema or {"type": "object"}, param)
+    schema = given.schema_ if isinstance(given, JsonSchemaFormat) else given
+    return json_grammar((kind == "json_schema" and schema) or {"type": "object"}, param)
 
 
 def json_grammar(schema: dict[str, Any] | str, param: str) -> Grammar:
@@ -2741,7 +2746,9 @@ def chat_values(body: ChatRequest) -> Chat:
     named: dict[str, str] = {}  # the functions' names by their calls' ids, which some templates want with the answer
     messages = tuple(_chat_message(message, f"messages[{n}]", named) for n, message in enumerate(body.messages))
     functions = {f"tools[{n}].function": tool.function for n, tool in enumerate(body.tools or [])}
-    return Chat(messages, *asked_tools(body, functions), chat_grammar(body),
+    format = body.response_format
+    return Chat(messages, *asked_tools(body, functions),
+                answer_grammar(body, format, format and format.json_schema, "response_format.json_schema"),
                 template_options(body, body.reasoning_effort), continues(body, messages[-1]))
 
 
@@ -2781,14 +2788,6 @@ def chat_sampling(body: ChatRequest, settings: Settings) -> Sampling:
         body, settings, choices=body.n or 1, top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         default_new_tokens=settings.max_tokens,
         max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens)
-
-
-def chat_grammar(body: ChatRequest) -> Grammar | None:
-    wanted, kind = body.response_format, body.response_format.type if body.response_format else "text"
-    if kind == "json_schema" and wanted.json_schema is None:
-        raise invalid_value("response_format.json_schema", "missing")
-    schema = wanted.json_schema.schema_ if kind == "json_schema" else None
-    return answer_grammar(kind, schema, body.structured_outputs, "response_format")
 
 
 class ChatReply(Reply):
@@ -2970,12 +2969,8 @@ def response_values(body: ResponsesRequest, items: Sequence[Item]) -> Chat:
     if all(message.role == "system" for message in messages):
         raise invalid_value("input", "there is nothing to answer")
     functions = {f"tools[{n}]": tool for n, tool in enumerate(body.tools or []) if isinstance(tool, FunctionTool)}
-    format = text.format or TextFormat(type="text")
-    if format.type == "json_schema" and format.schema_ is None:
-        raise invalid_value("text.format.schema", "missing")
-    schema = format.schema_ if format.type == "json_schema" else None
     return Chat(messages, *asked_tools(body, functions, body.max_tool_calls),
-                answer_grammar(format.type, schema, body.structured_outputs, "text.format"),
+                answer_grammar(body, text.format, text.format and text.format.schema_, "text.format.schema"),
                 template_options(body, body.reasoning.effort if body.reasoning else None),
                 continues(body, messages[-1]), body.truncation == "auto", "input")
 
