@@ -2610,15 +2610,15 @@ def joined_text(parts: str | Sequence[Item]) -> str:
 
 
 def structured_grammar(wanted: StructuredOutputs) -> Grammar:
-    param, choices = "structured_outputs", wanted.choice
-    if [wanted.json_, wanted.regex, choices, wanted.grammar].count(None) != 3:
+    given, param = known_fields(wanted), "structured_outputs"
+    if len(given) != 1:
         raise invalid_value(param, "give exactly one of json, regex, choice and grammar")
-    if wanted.json_ is not None:
-        return json_grammar(wanted.json_, param)
-    if wanted.regex is not None:
-        return Grammar("regex", wanted.regex, param)
-    rule = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices or ())
-    return Grammar("lark", f"start: {rule}" if choices else wanted.grammar, param)
+    [(kind, source)] = given.items()
+    if kind == "json":
+        return json_grammar(source, param)
+    if kind == "choice":
+        source = f"start: {' | '.join(json.dumps(choice, ensure_ascii=False) for choice in source)}"
+    return Grammar("regex" if kind == "regex" else "lark", source, param)
 
 
 def answer_grammar(body: AnswerRequest, format: ResponseFormat | TextFormat | None, given: Any,
@@ -2672,9 +2672,6 @@ class Said:  # by one choice so far
 
     def of(self, kind: type[Delta]) -> list[Part]:
         return [part for part in self.parts if part.kind is kind]
-
-    def text(self, kind: type[Delta]) -> str:
-        return "".join(part.text for part in self.of(kind))
 
     def take(self, event: Produced) -> Iterator[tuple[Delta, list[dict[str, Any]]]]:
         """What a token made visible, one thing after the other, and the logprobs that go with it."""
@@ -2732,7 +2729,8 @@ class Reply:
 
 
 # -- Chat Completions ------------------------------------------------------------------------------------------
-REASONING = ("reasoning_content", "reasoning")  # clients differ in where they look for it
+TEXT_KEYS = {  # of a message; clients differ in where they look for its thoughts
+    TextDelta: ("content",), ReasoningDelta: ("reasoning_content", "reasoning")}
 
 
 def check_chat(body: ChatRequest, settings: Settings) -> None:
@@ -2808,7 +2806,9 @@ class ChatReply(Reply):
                     yield self._chunk(n, {"role": "assistant", "content": "", "refusal": None})
             case Produced(choice=n):
                 for delta, logprobs in self.choices[n].take(event):
-                    yield self._chunk(n, self._delta(n, delta), logprobs=logprobs)
+                    called = isinstance(delta, ToolCallDelta)
+                    said = self._call(n, delta) if called else dict.fromkeys(TEXT_KEYS[type(delta)], delta.text)
+                    yield self._chunk(n, said, logprobs=logprobs)
             case Finished(reason, n):
                 cancelled = [n for n, said in enumerate(self.choices) if said.reason == "cancelled"]
                 for ended in cancelled if reason == "cancelled" else [n]:
@@ -2818,40 +2818,33 @@ class ChatReply(Reply):
             case Failed(error):
                 yield error.body
 
-    def _delta(self, n: int, delta: Delta) -> Item:
-        match delta:
-            case TextDelta(text):
-                return {"content": text}
-            case ReasoningDelta(text):
-                return dict.fromkeys(REASONING, text)
-            case ToolCallDelta(name, arguments):
-                at, more = len(self.choices[n].of(ToolCallDelta)) - 1, {"function": {"arguments": arguments}}
-                call = more if name is None else function_call(self.call_id(n, at), name, arguments)
-                return {"tool_calls": [{"index": at} | call]}
+    def _call(self, n: int, delta: ToolCallDelta) -> Item:
+        at, call = len(self.choices[n].of(ToolCallDelta)) - 1, {"function": {"arguments": delta.arguments}}
+        if delta.name is not None:
+            call = function_call(self.call_id(n, at), delta.name, delta.arguments)
+        return {"tool_calls": [{"index": at} | call]}
 
     def result(self) -> Item:
         choices = []
         for n, said in enumerate(self.choices):
-            message = {"role": "assistant", "content": said.text(TextDelta), "refusal": None}
-            if reasoning := said.text(ReasoningDelta):
-                message |= dict.fromkeys(REASONING, reasoning)
+            text, thought = ("".join(part.text for part in said.of(kind)) for kind in (TextDelta, ReasoningDelta))
+            message = {"role": "assistant", "content": text, "refusal": None}
+            if thought:
+                message |= dict.fromkeys(TEXT_KEYS[ReasoningDelta], thought)
             if calls := said.of(ToolCallDelta):
-                message["content"] = message["content"] or None
+                message["content"] = text or None
                 message["tool_calls"] = [function_call(self.call_id(n, at), call.name, call.text)
                                          for at, call in enumerate(calls)]
-            logprobs = [entry for part in said.parts for entry in part.logprobs] if self._logprobs else None
+            logprobs = {"content": [entry for part in said.parts for entry in part.logprobs], "refusal": None}
             choices.append({"index": n, "message": message, "finish_reason": said.reason,
-                            "logprobs": self._shown(logprobs)})
+                            "logprobs": logprobs if self._logprobs else None})
         return self._object("chat.completion", choices, usage=self._usage())
 
     def _chunk(self, n: int, delta: Item, reason: str | None = None, logprobs: Sequence[Item] = ()) -> Item:
-        choice = {"index": n, "delta": delta, "logprobs": self._shown(logprobs or None), "finish_reason": reason}
+        shown = {"content": logprobs, "refusal": None} if logprobs else None
+        choice = {"index": n, "delta": delta, "logprobs": shown, "finish_reason": reason}
         usage = {"usage": None} if self._include_usage else {}
         return self._object("chat.completion.chunk", [choice], **usage)
-
-    @staticmethod
-    def _shown(logprobs: Sequence[Item] | None) -> Item | None:
-        return None if logprobs is None else {"content": logprobs, "refusal": None}
 
     def _object(self, kind: str, choices: list[Item], **usage: Any) -> Item:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices,
@@ -2931,30 +2924,29 @@ def response_messages(items: Iterable[Item], instructions: Iterable[str]) -> tup
     """The items as a chat: all that is the system's in front, and what one answer consists of in one message."""
     system, said = [*instructions], list[Message]()
     names: dict[str, str] = {}  # of the functions, by their calls' ids
-    order = ("reasoning", "content", "tool_calls")  # within a message
 
-    def add(key: str, value: Any) -> None:
-        last = said[-1] if said and said[-1].role == "assistant" else None
-        filled = max((n for n, other in enumerate(order) if getattr(last, other, None)), default=-1)
-        if last is None or filled >= order.index(key) + (key == "tool_calls"):
-            said.append(last := Message("assistant", ""))
-        said[-1] = dataclasses.replace(last, **{key: last.tool_calls + value if key == "tool_calls" else value})
+    def add(key: str, value: Any, *later: str) -> None:  # nothing is added to a message that has what comes later
+        last = said.pop() if said and said[-1].role == "assistant" else Message("assistant", "")
+        if any(getattr(last, other) for other in later):
+            said.append(last)
+            last = Message("assistant", "")
+        said.append(dataclasses.replace(last, **{key: value if later else (*last.tool_calls, value)}))
 
     for item in items:
         match item:
             case {"type": "message", "role": "assistant", "content": content}:
-                add("content", joined_text(content))
+                add("content", joined_text(content), "content", "tool_calls")
             case {"type": "message", "role": "user", "content": content}:
                 said.append(Message("user", joined_text(content)))
             case {"type": "message", "content": content}:
                 system.append(joined_text(content))
             case {"type": "reasoning"} if thought := joined_text(item["content"] or item["summary"]):
-                add("reasoning", thought)
+                add("reasoning", thought, "reasoning", "content", "tool_calls")
             case {"type": "function_call", "call_id": id, "name": name, "arguments": arguments}:
                 # One that was cut before it ends as JSON was never made: nobody can have answered it.
                 with contextlib.suppress(ValueError):
                     whole = arguments or ("" if item["status"] == "incomplete" else "{}")
-                    add("tool_calls", (function_call(id, name, from_json(whole)),))
+                    add("tool_calls", function_call(id, name, from_json(whole)))
                     names[id] = name
             case {"type": "function_call_output", "call_id": id, "output": output}:
                 said.append(Message("tool", joined_text(output), names.get(id), (), id))
