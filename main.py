@@ -2699,8 +2699,8 @@ class Reply:
     def __init__(self, id: str, model: str, choices: int = 1) -> None:
         self.id, self.model, self.created = id, model, int(time.time())
         self.choices = [Said() for _ in range(choices)]
-        self.prompt_tokens = self.completion_tokens = self.reasoning_tokens = self.dropped = 0
-        self.sampling: Sampling | None = None  # with what was left open filled
+        self.accepted = Accepted(0, Sampling())  # the real one follows
+        self.completion_tokens = self.reasoning_tokens = 0
         self.made = 0  # frames
 
     @property
@@ -2710,7 +2710,7 @@ class Reply:
     def frames(self, event: Event) -> list[FrameText]:
         match event:
             case Accepted():
-                self.prompt_tokens, self.sampling, self.dropped = event.prompt_tokens, event.sampling, event.dropped
+                self.accepted = event
             case Produced():
                 self.completion_tokens += 1
                 self.reasoning_tokens += event.part is ReasoningDelta
@@ -2851,7 +2851,7 @@ class ChatReply(Reply):
                 **self._tier, **usage}
 
     def _usage(self) -> Item:
-        asked, made = self.prompt_tokens, self.completion_tokens
+        asked, made = self.accepted.prompt_tokens, self.completion_tokens
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made,
                 "prompt_tokens_details": {"cached_tokens": 0},
                 "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
@@ -2926,11 +2926,10 @@ def response_messages(items: Iterable[Item], instructions: Iterable[str]) -> tup
     names: dict[str, str] = {}  # of the functions, by their calls' ids
 
     def add(key: str, value: Any, *later: str) -> None:  # nothing is added to a message that has what comes later
-        last = said.pop() if said and said[-1].role == "assistant" else Message("assistant", "")
-        if any(getattr(last, other) for other in later):
-            said.append(last)
-            last = Message("assistant", "")
-        said.append(dataclasses.replace(last, **{key: value if later else (*last.tool_calls, value)}))
+        if not said or said[-1].role != "assistant" or any(getattr(said[-1], other) for other in later):
+            said.append(Message("assistant", ""))
+        value = (*said[-1].tool_calls, value) if key == "tool_calls" else value
+        said[-1] = dataclasses.replace(said[-1], **{key: value})
 
     for item in items:
         match item:
@@ -3011,7 +3010,7 @@ class ResponseReply(Reply):
 
     def __init__(self, id: str, model: str, body: ResponsesRequest, sampling: Sampling) -> None:
         super().__init__(id, model)
-        self.status, self._error, self._ended, self.sampling = "queued", None, None, sampling
+        self.status, self._error, self._ended, self.accepted = "queued", None, None, Accepted(0, sampling)
         self._asked, self._parts = response_echo(body), self.choices[0].parts
         self._opened = 0  # items that have begun; all but the last one have ended, too
         self._place: Item = {}  # of what that one consists of, as its events say it
@@ -3024,14 +3023,17 @@ class ResponseReply(Reply):
         said = self.choices[0]
         if not self.made:
             self.status = "queued" if isinstance(event, Queued) else "in_progress"
-            yield from map(self._whole, ("created", "queued") if isinstance(event, Queued) else ("created",))
+            yield self._whole("created")
         match event:
+            case Queued() if not self.made:
+                yield self._whole("queued")
             case Started():
                 self.status = "in_progress"
                 yield self._whole("in_progress")
             case Produced():
                 for delta, logprobs in said.take(event):
-                    yield from self._next_item() if self._opened < len(self._parts) else ()
+                    if self._opened < len(self._parts):
+                        yield from self._next_item()
                     shown = {"logprobs": logprobs} if isinstance(delta, TextDelta) else {}
                     if text := delta.arguments if isinstance(delta, ToolCallDelta) else delta.text:
                         kind = self.kinds[type(delta)][1]
@@ -3053,14 +3055,14 @@ class ResponseReply(Reply):
         last = self.status if self.status in ("completed", "in_progress") else "incomplete"
         output = [self._item(n, part, "completed" if part is not self._parts[-1] else last)
                   for n, part in enumerate(self._parts)]
-        usage = {"input_tokens": self.prompt_tokens, "output_tokens": self.completion_tokens,
-                 "total_tokens": self.prompt_tokens + self.completion_tokens,
+        asked, made = self.accepted.prompt_tokens, self.completion_tokens
+        usage = {"input_tokens": asked, "output_tokens": made, "total_tokens": asked + made,
                  "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                  "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
         # What the model's own are is known when it has loaded; until then it is what OpenAI's are.
-        used = {name: 1.0 if (value := getattr(self.sampling, name)) is None else value
+        used = {name: 1.0 if (value := getattr(self.accepted.sampling, name)) is None else value
                 for name in ("temperature", "top_p")}
-        dropped = {"dropped_messages": self.dropped} if self._asked["truncation"] == "auto" else {}
+        dropped = {"dropped_messages": self.accepted.dropped} if self._asked["truncation"] == "auto" else {}
         reason = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
         return {"id": self.id, "object": "response", "created_at": self.created, "completed_at": self._ended,
                 "status": self.status, "error": self._error, "incomplete_details": reason, "model": self.model,
