@@ -750,6 +750,8 @@ def under_way(http, model, words=0, **fields):
     say(model, words)
     wait_until(lambda: (now := retrieve(http, id))["status"] == "in_progress" and texts(now) == (
         ["".join(model.words[:words])] if words else []))
+    told = 3 + bool(words) * 2 + words  # created, queued, in progress; the item and its part; the words
+    wait_until(lambda: http.get(f"/v1/sessions/{id}").json()["frames"] >= told)  # the object is ahead of the disk
     return id
 
 
