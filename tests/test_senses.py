@@ -1,0 +1,367 @@
+"""Eyes and ears: tiny models of real families, built here, against transformers' own processor and `generate`."""
+from __future__ import annotations
+
+import functools
+import hashlib
+import queue
+import secrets
+
+import numpy
+import pytest
+import tiny
+import torch
+from conftest import main, tokens_of
+from PIL import Image
+from transformers import AutoModelForMultimodalLM, AutoProcessor
+
+TEXT = {"vocab_size": 400, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
+        "bos_token_id": 1, "eos_token_id": tiny.END, "pad_token_id": 0, "tie_word_embeddings": False,
+        "initializer_range": 0.1}
+MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+CLIP = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 14,
+        "initializer_range": 0.1}
+
+
+def template(**written):
+    """ChatML that writes parts; like many such templates, it takes no plain strings."""
+    parts = "".join(f"{{% elif c.type == '{kind}' %}}{text}" for kind, text in written.items())
+    return ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}{% if c.type == 'text' %}"
+            "{{ c.text }}" + parts + "{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def reader(chat_template, *tokens, **named):
+    """The tiny tokenizer with further control tokens; some have a name that processors ask for."""
+    made = tiny.tokenizer(chat_template)
+    made.add_special_tokens({"additional_special_tokens": [*tokens, *named.values()]})
+    made._set_model_specific_special_tokens(named)
+    made.model_max_length = 2048
+    return made, made.convert_tokens_to_ids
+
+
+def qwen(family):
+    import transformers as t
+
+    tokenizer, token = reader(
+        template(**{kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}),
+        "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    tokens = {"image_token_id": token("<|image_pad|>"), "video_token_id": token("<|video_pad|>"),
+              "vision_start_token_id": token("<|vision_start|>"), "vision_end_token_id": token("<|vision_end|>")}
+    size = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 36}
+    if family == "qwen2_5_vl":
+        vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 64,
+                  "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1], "initializer_range": 0.1}
+        config = t.Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": MROPE}, vision_config=vision, **tokens)
+        films, kind = t.Qwen2VLVideoProcessor(**size), t.Qwen2_5_VLProcessor
+    else:
+        vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 64,
+                  "patch_size": 14, "deepstack_visual_indexes": [0], "num_position_embeddings": 64,
+                  "initializer_range": 0.1}
+        config = t.Qwen3VLConfig(text_config=TEXT | {"rope_parameters": MROPE}, vision_config=vision, **tokens)
+        films = t.Qwen3VLVideoProcessor(patch_size=14, size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 64})
+        kind = t.Qwen3VLProcessor
+    pictures = t.Qwen2VLImageProcessor(patch_size=14, **size)
+    return config, kind(image_processor=pictures, tokenizer=tokenizer, video_processor=films,
+                        chat_template=tokenizer.chat_template)
+
+
+def gemma3():
+    import transformers as t
+
+    tokenizer, token = reader(template(image="<start_of_image>"), boi_token="<start_of_image>",
+                              eoi_token="<end_of_image>", image_token="<image_soft_token>")
+    config = t.Gemma3Config(
+        text_config=TEXT | {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+        vision_config=CLIP | {"image_size": 56}, mm_tokens_per_image=4, image_token_index=token("<image_soft_token>"),
+        boi_token_index=token("<start_of_image>"), eoi_token_index=token("<end_of_image>"))
+    pictures = t.Gemma3ImageProcessor(size={"height": 56, "width": 56})
+    return config, t.Gemma3Processor(pictures, tokenizer, tokenizer.chat_template, image_seq_length=4)
+
+
+def idefics3(family="idefics3"):
+    import transformers as t
+
+    grid = [f"<row_{row + 1}_col_{column + 1}>" for row in range(4) for column in range(4)]
+    tokenizer, token = reader(template(image="<image>"), "<fake_token_around_image>", "<image>", "<global-img>",
+                              "<end_of_utterance>", *grid)
+    size = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}}
+    options = {"text_config": TEXT | {"model_type": "llama"}, "vision_config": CLIP | {"image_size": 56},
+               "scale_factor": 2, "image_token_id": token("<image>"), "pad_token_id": 0}
+    if family == "smolvlm":
+        films = t.SmolVLMVideoProcessor(**size, num_frames=8, fps=1, video_sampling={
+            "max_frames": 8, "fps": 1, "video_size": {"longest_edge": 56}})
+        processor = t.SmolVLMProcessor(t.SmolVLMImageProcessor(**size), tokenizer, films, 4, tokenizer.chat_template)
+        return t.SmolVLMConfig(**options), processor
+    processor = t.Idefics3Processor(t.Idefics3ImageProcessor(**size), tokenizer, 4, tokenizer.chat_template)
+    return t.Idefics3Config(**options), processor
+
+
+def llava_onevision():
+    import transformers as t
+
+    tokenizer, token = reader(template(image="<image>\n", video="<video>\n"), "<image>", "<video>")
+    size, grid = {"height": 56, "width": 56}, [[56, 56], [56, 112], [112, 56], [112, 112]]
+    config = t.LlavaOnevisionConfig(
+        text_config=TEXT | {"model_type": "qwen2"}, vision_config=CLIP | {"image_size": 56, "model_type":
+                                                                         "siglip_vision_model"},
+        image_token_index=token("<image>"), video_token_index=token("<video>"), image_grid_pinpoints=grid)
+    processor = t.LlavaOnevisionProcessor(
+        t.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=grid), tokenizer,
+        t.LlavaOnevisionVideoProcessor(size=size), num_image_tokens=16, vision_feature_select_strategy="full",
+        chat_template=tokenizer.chat_template)
+    return config, processor
+
+
+def qwen2_audio():
+    import transformers as t
+
+    tokenizer, token = reader(template(audio="<|audio_bos|><|AUDIO|><|audio_eos|>\n"), "<|audio_bos|>", "<|AUDIO|>",
+                              "<|audio_eos|>")
+    config = t.Qwen2AudioConfig(
+        text_config=TEXT | {"model_type": "qwen2"}, audio_token_index=token("<|AUDIO|>"),
+        audio_config={"num_mel_bins": 16, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64,
+                      "d_model": 32, "max_source_positions": 100, "init_std": 0.1})
+    ears = t.WhisperFeatureExtractor(feature_size=16, chunk_length=2, sampling_rate=16_000)
+    return config, t.Qwen2AudioProcessor(ears, tokenizer, tokenizer.chat_template)
+
+
+FAMILIES = {
+    "qwen2_5_vl": functools.partial(qwen, "qwen2_5_vl"), "qwen3_vl": functools.partial(qwen, "qwen3_vl"),
+    "gemma3": gemma3, "idefics3": idefics3, "smolvlm": functools.partial(idefics3, "smolvlm"),
+    "llava_onevision": llava_onevision, "qwen2_audio": qwen2_audio}
+SEEING = [family for family in FAMILIES if family != "qwen2_audio"]
+FILMS = ["qwen2_5_vl", "qwen3_vl", "llava_onevision", "smolvlm"]
+DISTINCT = {}
+
+
+class Pair:
+    """A checkpoint as this server loads it, and as transformers does."""
+
+    def __init__(self, folder):
+        chosen = main.Settings(model_repo_id=str(folder), device_map="cpu", torch_dtype="float32")
+        self.model = main.load_model(chosen, lambda _: None)
+        self.processor = AutoProcessor.from_pretrained(folder)
+        self.network = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def expected(self, turns, count=16):
+        """The prompt, the greedy answer and the first logits that transformers gives."""
+        chat, films = [], []
+        for role, *parts in turns:
+            chat.append({"role": role, "content": [self.part(part, films) for part in parts]})
+        options = {"videos_kwargs": {"do_sample_frames": False, "video_metadata": films}} if films else {}
+        inputs = self.processor.apply_chat_template(
+            chat, chat_template=self.processor.chat_template, add_generation_prompt=True, tokenize=True,
+            return_dict=True, return_tensors="pt", processor_kwargs=options)
+        made = self.network.generate(**inputs, max_new_tokens=count, do_sample=False, output_logits=True,
+                                     return_dict_in_generate=True)
+        ids = inputs["input_ids"][0].tolist()
+        return ids, made.sequences[0, len(ids):].tolist(), made.logits[0][0]
+
+    def part(self, part, films):
+        if isinstance(part, str):
+            return {"type": "text", "text": part}
+        if part.kind == "video":
+            film = part.data
+            films.append({"fps": 1000, "duration": film.duration, "total_num_frames": film.duration * 1000,
+                          "frames_indices": [time * 1000 for time in film.times]})
+            return {"type": "video", "video": film.frames}
+        return {"type": part.kind, part.kind: part.data}
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory):
+    """`pair(family)`, built once."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    @functools.cache
+    def make(family):
+        folder = tmp_path_factory.mktemp("senses") / family
+        config, processor = FAMILIES[family]()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        processor.save_pretrained(folder)
+        return Pair(folder)
+
+    yield make
+    torch.set_num_threads(before)
+
+
+def media(kind, data, shown, **options):
+    return main.Media(kind, f"[{secrets.token_hex(8)}]", data, hashlib.sha256(repr((shown, options)).encode()).digest(),
+                      options)
+
+
+def picture(seed, width=100, height=80, **options):
+    pixels = numpy.random.default_rng(seed).integers(0, 255, (height // 10, width // 10, 3), dtype=numpy.uint8)
+    return media("image", Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST),
+                 (seed, width, height), **options)
+
+
+def film(seed, frames=4):
+    pixels = numpy.random.default_rng(seed).integers(0, 255, (frames, 60, 90, 3), dtype=numpy.uint8)
+    return media("video", main.Film(pixels, tuple(float(n) for n in range(frames)), float(frames)), (seed, frames))
+
+
+def sound(seed, seconds=1.0):
+    samples = numpy.random.default_rng(seed).standard_normal(int(16_000 * seconds)).astype(numpy.float32)
+    return media("audio", samples * 0.1, (seed, seconds))
+
+
+def chat(turns):
+    said = []
+    for role, *parts in turns:
+        found = tuple(part for part in parts if not isinstance(part, str))
+        content = "".join(part if isinstance(part, str) else part.mark for part in parts)
+        said.append(main.Message(role, content, media=found))
+    return main.Chat(tuple(said))
+
+
+def ask(model, *chats, count=16, places=8, **sampling):
+    """The events of these chats' jobs, all at once in one engine."""
+    engine, ends, said = main.Engine(model, places=places, chunk=16), queue.SimpleQueue(), [[] for _ in chats]
+
+    def emit(n, event):
+        said[n].append(event)
+        if isinstance(event, main.Finished | main.Failed):
+            ends.put(n)
+
+    options = main.Sampling(**{"temperature": 0.0, **sampling}, max_new_tokens=count)
+    for n, turns in enumerate(chats):
+        engine.submit(main.Job(model.prepare(chat(turns)), options, functools.partial(emit, n)))
+    engine.start()
+    for _ in range(len(chats) * options.choices):
+        ends.get(timeout=60)
+    engine.stop()
+    return said
+
+
+def first_logits(model, turns):
+    prompt = model.prepare(chat(turns))
+    return model.forward([main.Work(model.open(), prompt.tokens, 1, prompt.media)])[0]
+
+
+def question(*parts):
+    return [("user", *parts, "the cat and the dog are in?")]
+
+
+def questions(family):
+    """Chats with media that this family takes, each of another shape."""
+    if family == "qwen2_audio":
+        return [question(sound(1)), question(sound(2, 0.4), "and", sound(3, 1.7)),
+                [("user", sound(1), "are"), ("assistant", "they are"), ("user", "then?", sound(4))]]
+    asked = [question(picture(1)), question(picture(2, 60, 140), "and", picture(3)),
+             [("system", "user"), ("user", "are", picture(1)), ("assistant", "they are"), ("user", picture(4), "then")]]
+    return asked + ([question(film(1)), question(picture(2), film(2, 6))] if family in FILMS else [])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_says_which_senses_it_has(pair, family):
+    model = pair(family).model
+    seen = {"image", "video"} if family in FILMS else {"image"}
+    assert model.senses == ({"audio"} if family == "qwen2_audio" else seen)
+    assert model.audio_rate == (16_000 if family == "qwen2_audio" else None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_with_media_is_the_one_that_the_processor_makes(pair, family):
+    for turns in questions(family):
+        ids, _, logits = pair(family).expected(turns)
+        assert pair(family).model.prepare(chat(turns)).tokens == ids
+        assert float((first_logits(pair(family).model, turns) - logits).abs().max()) <= 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_about_media_is_the_one_that_generate_gives(pair, family):
+    for turns in questions(family):
+        _, answer, _ = pair(family).expected(turns)
+        assert tokens_of(ask(pair(family).model, turns)[0]) == answer
+        assert len(set(answer)) >= 4, "an answer that repeats itself would hide most faults"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_about_media_in_company_are_the_ones_that_generate_gives(pair, family):
+    words = [[("user", "the cat and the dog are in the house " * n)] for n in (1, 9)]
+    chats = [words[0], *questions(family), words[1], *questions(family)]
+    said = ask(pair(family).model, *chats, places=5)
+    for turns, events in zip(chats, said, strict=True):
+        assert tokens_of(events) == pair(family).expected(turns)[1]
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_another_picture_changes_the_logits(pair, family):
+    model = pair(family).model
+    one, other, again = (first_logits(model, question(picture(seed))) for seed in (1, 2, 1))
+    assert float((one - other).abs().max()) > 1e-3
+    assert torch.equal(one, again)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_choices_see_the_same(pair, family):
+    turns = questions(family)[0]
+    together = ask(pair(family).model, turns, question(), choices=3)[0]
+    assert {tuple(tokens_of(together, n)) for n in range(3)} == {tuple(pair(family).expected(turns)[1])}
+
+
+PLACEHOLDERS = ["<|image_pad|>", "<image>", "<start_of_image>", "<image_soft_token>", "<video>", "<|video_pad|>",
+                "<|AUDIO|>", "<|vision_start|>", "<|im_end|>", "<fake_token_around_image>"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("with_media", [False, True])
+def test_placeholders_that_are_typed_stay_text(pair, family, with_media):
+    model, text = pair(family).model, " ".join(PLACEHOLDERS) * 3
+    shown = questions(family)[0][0][1:-1] if with_media else ()
+    typed, plain = (model.prepare(chat([("user", said, *shown, said)])) for said in (text, "x"))
+
+    def controls(prompt):
+        return [token for token in prompt.tokens if token in model._added]
+
+    assert controls(typed) == controls(plain)
+    if not with_media:
+        assert text in model._tokenizer.decode(typed.tokens)
+    assert tokens_of(ask(model, [("user", text, *shown, text)], count=2)[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_media_without_the_sense_for_it_are_refused(pair, family):
+    model = pair(family).model
+    for item in (picture(1), film(1), sound(1)):
+        if item.kind not in model.senses:
+            with pytest.raises(main.ApiError) as refusal:
+                model.prepare(chat(question(item)))
+            assert (refusal.value.status_code, refusal.value.code) == (400, "unsupported_content")
+            assert item.kind in refusal.value.detail and refusal.value.param == "messages"
+
+
+def test_a_model_of_words_has_no_senses():
+    model = tiny.model()
+    assert (model.senses, model.audio_rate) == (frozenset(), None)
+    with pytest.raises(main.ApiError, match="image"):
+        model.prepare(chat(question(picture(1))))
+
+
+def test_the_same_media_are_processed_once(pair):
+    model = pair("qwen2_5_vl").model
+    one, same, other = (model.prepare(chat(question(picture(seed)))).media["pixel_values"] for seed in (71, 71, 72))
+    assert one.data_ptr() == same.data_ptr() != other.data_ptr()
+
+
+def test_kept_media_are_bounded():
+    shelf = main.Shelf(most=3, most_bytes=1000)
+    for n in range(20):
+        made = shelf.filled_by((n,), lambda: {"pixels": torch.zeros(100)})()
+        assert made["pixels"].nbytes == 400
+    assert len(shelf._kept) == 2 and shelf._bytes == 800
+
+
+def test_detail_and_bounds_of_pixels_reach_the_processor(pair):
+    def patches(family, **options):
+        return len(pair(family).model.prepare(chat(question(picture(5, 160, 120, **options)))).tokens)
+
+    plain = patches("qwen2_5_vl")
+    assert patches("qwen2_5_vl", max_pixels=56 * 56) < plain <= patches("qwen2_5_vl", min_pixels=10**9)
+    assert patches("idefics3", detail="low") < patches("idefics3")
+    assert patches("idefics3", detail="high") == patches("idefics3")
