@@ -1460,14 +1460,12 @@ class Model:
             raise load_error(f"The model {name} has a kind of cache or tokenizer that this server cannot run.")
         self.name, self._tokenizer, self._network = name, tokenizer, network
         self._config = network.config.get_text_config(decoder=True)
-        self._takes = {*inspect.signature(network.forward).parameters,
-                       *inspect.signature(network.base_model.forward).parameters}
-        self._forward_options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(
-            network.forward).parameters else {}
+        takes = inspect.signature(network.forward).parameters
+        self._forward_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._keepers = [part for part in network.modules() if hasattr(part, "rope_deltas")]
         self._decoder = tokenizer.backend_tokenizer
         self._added = self._decoder.get_added_tokens_decoder()
-        self._learn_senses(processor)
+        self._learn_senses(processor, {*takes, *inspect.signature(network.base_model.forward).parameters})
         self._specials = re.compile(_any_of([*(t.content for t in self._added.values() if t.special),
                                              *self._placeholders.values()]))
         self._byte_level = "ByteLevel" in repr(self._decoder.decoder)
@@ -1493,19 +1491,23 @@ class Model:
         encoder.encode_special_tokens = True
         return encoder
 
-    def _learn_senses(self, processor: Any) -> None:
+    def _learn_senses(self, processor: Any, takes: set[str]) -> None:
         """What this model perceives beside text, how its template is told of it, and whether that takes plain text."""
         self._processor, self._kept_media = processor, Shelf(MAX_KEPT_MEDIA, KEPT_MEDIA_BYTES)
         self._parts: dict[str, str] = {}  # of the processor: the name of the one for each sense
         self._placeholders: dict[str, str] = {}
-        for sense, names in SENSES.items():
-            name = next((n for n in names if getattr(processor, n, None) is not None), None)
+        names: list[str] = []  # what the network is shown: some look at films as at pictures
+        for sense, parts in SENSES.items():
+            part = next((p for p in parts if getattr(processor, p, None) is not None), None)
             token = getattr(processor, f"{sense}_token", None)
-            if name and isinstance(token, str) and self._takes.intersection(getattr(processor, name).model_input_names):
-                self._parts[sense], self._placeholders[sense] = name, token
+            if part and isinstance(token, str):
+                names = [*names, *getattr(processor, part).model_input_names]
+                if not takes.isdisjoint(names):
+                    self._parts[sense], self._placeholders[sense] = part, token
         self.senses = frozenset(self._parts)
-        self.audio_rate: int | None = getattr(processor, self._parts.get("audio", ""), None) and getattr(
-            processor, self._parts["audio"]).sampling_rate
+        self.audio_rate: int | None = None
+        if "audio" in self.senses:
+            self.audio_rate = getattr(processor, self._parts["audio"]).sampling_rate
         self._wants_parts = False
 
         def shown(content: Any) -> str:
@@ -1634,17 +1636,20 @@ class Model:
 
     def _sensed(self, text: str, media: Sequence[Media], encoded: Callable[[str], Encoded], param: str) -> Any:
         """The tokens of a text with placeholders and what the network takes beside them, by the model's processor."""
-        processor, given = copy.copy(self._processor), {}
+        processor, given, made = copy.copy(self._processor), {}, []
         processor.tokenizer = Instead(processor.tokenizer, lambda text, **_: encoded(
             text if isinstance(text, str) else text[0]))
         for sense, name in self._parts.items():
             part, items = getattr(processor, name), [item for item in media if item.kind == sense]
             if items:
                 key = (sense, *(item.key for item in items))
-                setattr(processor, name, Instead(part, self._kept_media.filled_by(key, part)))
+                setattr(processor, name, Instead(part, self._kept_media.filled_by(key, part, made.append)))
                 given |= MEDIA_ARGUMENTS[sense](items, part)
         try:
-            return processor(text=[text], return_tensors="pt", **given)
+            sensed = processor(text=[text], return_tensors="pt", **given)
+            if _values(sensed) < sum(map(_values, made)):  # SmolVLM's forgets the pictures over a film
+                raise ValueError("the processor lost some of the media")
+            return sensed
         except Exception as error:  # a door to foreign code: processors raise whatever they like
             log.exception("the processor refused media")
             raise ApiError(400, "The model's processor cannot take these media together with these messages.",
@@ -1942,7 +1947,7 @@ class Shelf:
         self._kept: dict[Any, tuple[int, Any]] = {}  # the least lately used first
         self._bytes, self._lock = 0, threading.Lock()
 
-    def filled_by(self, key: Any, make: Callable[..., Any]) -> Callable[..., Any]:
+    def filled_by(self, key: Any, make: Callable[..., Any], seen: Callable[[Any], None] = id) -> Callable[..., Any]:
         """`make`, which for one request is called with what `key` stands for, asked only for what is not here."""
         calls = itertools.count()
 
@@ -1955,6 +1960,7 @@ class Shelf:
                 value = make(*args, **options)
                 size = sum(getattr(item, "nbytes", 0) for item in value.values())
             self._keep(each, size, value)
+            seen(value)
             # Processors add to what they get, and take away. Tensors nobody changes.
             return type(value)({name: item if hasattr(item, "nbytes") else copy.deepcopy(item)
                                 for name, item in value.items()})
@@ -1967,6 +1973,11 @@ class Shelf:
             self._kept[key] = (size, value)
             while self._bytes > self._most_bytes or len(self._kept) > self._most:
                 self._bytes -= self._kept.pop(next(iter(self._kept)))[0]
+
+
+def _values(made: Mapping[str, Any]) -> int:
+    """How many numbers a processor's tensors hold for the network to look at."""
+    return sum(item.numel() for item in made.values() if hasattr(item, "numel") and item.is_floating_point())
 
 
 def _image_arguments(items: Sequence[Media], part: Any) -> dict[str, Any]:
@@ -2203,6 +2214,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
+        self._alone = False  # whether the last step was one prompt's with media
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -2261,9 +2273,13 @@ class Engine:
                 self._fail(job, refusal)
 
     def _schedule(self) -> list[tuple[Job, Choice, Work]]:
-        """One token of each answer under way, and one chunk of the prompt that has waited longest."""
+        """One token of each answer under way, and one chunk of the prompt that has waited longest. A prompt with media
+        goes whole and, as it may fail in ways that only the network knows, in a step of its own, every other one."""
         plan, room = [], self._chunk
-        for job in self._running:
+        fresh = [job for job in self._running if job.prompt.media is not None and not job.fed]
+        others = [job for job in self._running if job not in fresh]
+        self._alone = bool(fresh) and not (self._alone and others)
+        for job in fresh[:1] if self._alone else others:
             left = len(job.prompt.tokens) - job.fed
             if not left:
                 plan += [(job, choice, Work(choice.state, [choice.produced[-1]], 1)) for choice in job.choices]
