@@ -1607,8 +1607,7 @@ class Model:
         if (least := -(-size // self._longest_token)) > self.context:
             raise context_error(self.context, f"at least {least}", chat.param)
         for kind in sorted({item.kind for message in chat.messages for item in message.media} - self.senses):
-            raise ApiError(400, f"This model takes no {kind}: {self.name} has no sense for it.", "unsupported_content",
-                           chat.param)
+            raise ApiError(400, f"The model {self.name} takes no {kind} input.", "unsupported_content", chat.param)
         nonce = secrets.token_hex(8)  # a text that guessed the marker could smuggle control tokens after all
         marker, mark = re.compile(f"x{nonce}x([0-9a-f]+)x"), lambda match: f"x{nonce}x{match[0].encode().hex()}x"
         rendered, opening, media = self._render(chat, functools.partial(self._specials.sub, mark))
@@ -1647,7 +1646,7 @@ class Model:
                 given |= MEDIA_ARGUMENTS[sense](items, part)
         try:
             sensed = processor(text=[text], return_tensors="pt", **given)
-            if _values(sensed) < sum(map(_values, made)):  # SmolVLM's forgets the pictures over a film
+            if len(made) > 1 and _values(sensed) < sum(map(_values, made)):  # SmolVLM keeps a film only
                 raise ValueError("the processor lost some of the media")
             return sensed
         except Exception as error:  # a door to foreign code: processors raise whatever they like
@@ -1980,21 +1979,25 @@ def _values(made: Mapping[str, Any]) -> int:
     return sum(item.numel() for item in made.values() if hasattr(item, "numel") and item.is_floating_point())
 
 
-def _image_arguments(items: Sequence[Media], part: Any) -> dict[str, Any]:
-    """Pictures for a processor, and how finely it is to look, where it can be told: at all alike, so the finest that
-    is asked for one of them; never more finely than it would by itself."""
-    known, options = part.valid_kwargs.__annotations__, {}
+def _fineness(items: Sequence[Media], part: Any) -> dict[str, Any]:
+    """How finely a processor is to look, where it can be told: at all of them alike, so as finely as is asked for any
+    one, and never more finely than it would by itself."""
+    known, size = part.valid_kwargs.__annotations__, dict(part.size or {})
     low = all(item.options.get("detail") == "low" for item in items)
-    if "max_pixels" in known:
-        own = part.size
-        most = max(item.options.get("max_pixels") or (DETAIL_LOW_PIXELS if low else own["longest_edge"])
-                   for item in items)
-        most = min(most, own["longest_edge"])
-        least = max(item.options.get("min_pixels") or own["shortest_edge"] for item in items)
-        options["size"] = {"longest_edge": most, "shortest_edge": min(least, most)}
-    elif low:
-        options = dict.fromkeys(known.keys() & {"do_image_splitting", "crop_to_patches", "do_pan_and_scan"}, False)
-    return {"images": [[item.data for item in items]], "images_kwargs": options}
+    if not low and not any(item.options.get(bound) for item in items for bound in ("min_pixels", "max_pixels")):
+        return {}
+    if "max_pixels" in known and {"shortest_edge", "longest_edge"} <= size.keys():  # which mean pixels then
+        least, most = size["shortest_edge"], size["longest_edge"]
+        asked = max(item.options.get("max_pixels") or (DETAIL_LOW_PIXELS if low else most) for item in items)
+        most = max(min(asked, most), 1)
+        least = min(max(item.options.get("min_pixels") or least for item in items), most)
+        return {"size": {"shortest_edge": least, "longest_edge": most}}
+    cuts = {"do_image_splitting", "crop_to_patches", "do_pan_and_scan"}  # a picture in pieces, to see each better
+    return dict.fromkeys(cuts.intersection(known), False) if low else {}
+
+
+def _image_arguments(items: Sequence[Media], part: Any) -> dict[str, Any]:
+    return {"images": [[item.data for item in items]], "images_kwargs": _fineness(items, part)}
 
 
 def _video_arguments(items: Sequence[Media], part: Any) -> dict[str, Any]:
@@ -2003,7 +2006,7 @@ def _video_arguments(items: Sequence[Media], part: Any) -> dict[str, Any]:
              "total_num_frames": max(round(film.duration * 1000), 1), "height": film.frames.shape[1],
              "width": film.frames.shape[2]} for film in (item.data for item in items)]
     return {"videos": [item.data.frames for item in items],
-            "videos_kwargs": {"video_metadata": told, "do_sample_frames": False}}
+            "videos_kwargs": {"video_metadata": told, "do_sample_frames": False} | _fineness(items, part)}
 
 
 def _audio_arguments(items: Sequence[Media], part: Any) -> dict[str, Any]:

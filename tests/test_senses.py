@@ -5,6 +5,7 @@ import functools
 import hashlib
 import queue
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
@@ -398,6 +399,17 @@ def test_the_same_media_are_processed_once(pair):
     assert one.data_ptr() == same.data_ptr() != other.data_ptr()
 
 
+def test_prompts_may_be_prepared_by_several_threads(pair):
+    model, asked = pair("qwen2_5_vl").model, [question(picture(n % 3), "and", picture(n % 5)) for n in range(12)]
+    alone = [model.prepare(chat(turns)) for turns in asked]
+    model._kept_media = main.Shelf(4, 10**6)
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda turns: model.prepare(chat(turns)), asked))
+    assert together == alone
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one.media["pixel_values"], other.media["pixel_values"])
+
+
 def test_kept_media_are_bounded():
     shelf = main.Shelf(most=3, most_bytes=1000)
     for n in range(20):
@@ -412,5 +424,6 @@ def test_detail_and_bounds_of_pixels_reach_the_processor(pair):
 
     plain = patches("qwen2_5_vl")
     assert patches("qwen2_5_vl", max_pixels=56 * 56) < plain <= patches("qwen2_5_vl", min_pixels=10**9)
+    assert patches("qwen2_5_vl", max_pixels=1) < plain == patches("qwen2_5_vl", detail="low")
     assert patches("idefics3", detail="low") < patches("idefics3")
     assert patches("idefics3", detail="high") == patches("idefics3")
