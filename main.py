@@ -1453,6 +1453,7 @@ class Model:
     def __init__(self, name: str, processor: Any, network: Any, max_context: int | None = None) -> None:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+        network = getattr(network, "thinker", network)  # of Qwen's that speak: the part that writes
         tokenizer = getattr(processor, "tokenizer", processor)
         if template := getattr(processor, "chat_template", None):
             tokenizer.chat_template = template  # older checkpoints tell it to the processor alone
