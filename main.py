@@ -1497,14 +1497,15 @@ class Model:
         self._processor, self._kept_media = processor, Shelf(MAX_KEPT_MEDIA, KEPT_MEDIA_BYTES)
         self._parts: dict[str, str] = {}  # of the processor: the name of the one for each sense
         self._placeholders: dict[str, str] = {}
-        names: list[str] = []  # what the network is shown: some look at films as at pictures
         for sense, parts in SENSES.items():
-            part = next((p for p in parts if getattr(processor, p, None) is not None), None)
+            name = next((p for p in parts if getattr(processor, p, None) is not None), None)
             token = getattr(processor, f"{sense}_token", None)
-            if part and isinstance(token, str):
-                names = [*names, *getattr(processor, part).model_input_names]
-                if not takes.isdisjoint(names):
-                    self._parts[sense], self._placeholders[sense] = part, token
+            if name and isinstance(token, str):
+                shows = set(getattr(processor, name).model_input_names)
+                if sense == "video" and "image" in self._parts:  # some networks look at films as at pictures
+                    shows.update(processor.image_processor.model_input_names)
+                if takes & shows:
+                    self._parts[sense], self._placeholders[sense] = name, token
         self.senses = frozenset(self._parts)
         self.audio_rate: int | None = None
         if "audio" in self.senses:
@@ -1676,7 +1677,11 @@ class Model:
                     "continue_final_message" if chat.continues else "add_generation_prompt": True})
                 before = said[:-1] if chat.continues else said
                 opening = _beyond(text, self._applied(before, tools, **options) if has_parts and before else text)
-                return text, opening, [media[found] for m in shape for found in marks.findall(m.content) if found]
+                shown = [media[found] for m in shape for found in marks.findall(m.content) if found]
+                if any(text.count(word) != sum(item.kind == kind for item in shown)
+                       for kind, word in self._placeholders.items()):
+                    raise ValueError("the chat template does not show all media")
+                return text, opening, shown
             except Exception as error:  # a door to foreign code: templates raise whatever they like
                 first_refusal = first_refusal or error
         log.warning("the chat template refused a request: %s", type(first_refusal).__name__)
@@ -1829,7 +1834,7 @@ class Model:
             for item in work:
                 network, memory = self._network, item.state
                 ids = torch.tensor([item.tokens], device=network.device)
-                media = {} if item.media is None else item.media.to(network.device, network.dtype)
+                media = copy.copy(item.media).to(network.device, network.dtype) if item.media is not None else {}
                 for part, kept in zip(self._keepers, memory.kept, strict=True):
                     part.rope_deltas = kept
                 out = network(input_ids=ids, cache=memory.cache, use_cache=True, return_dict=True,
@@ -1983,10 +1988,11 @@ def _values(made: Mapping[str, Any]) -> int:
 def _fineness(items: Sequence[Media], part: Any) -> dict[str, Any]:
     """How finely a processor is to look, where it can be told: at all of them alike, so as finely as is asked for any
     one, and never more finely than it would by itself."""
-    known, size = part.valid_kwargs.__annotations__, dict(part.size or {})
+    known = getattr(getattr(part, "valid_kwargs", None), "__annotations__", {})
     low = all(item.options.get("detail") == "low" for item in items)
     if not low and not any(item.options.get(bound) for item in items for bound in ("min_pixels", "max_pixels")):
         return {}
+    size = dict(getattr(part, "size", None) or {})
     if "max_pixels" in known and {"shortest_edge", "longest_edge"} <= size.keys():  # which mean pixels then
         least, most = size["shortest_edge"], size["longest_edge"]
         asked = max(item.options.get("max_pixels") or (DETAIL_LOW_PIXELS if low else most) for item in items)
@@ -2280,8 +2286,8 @@ class Engine:
         """One token of each answer under way, and one chunk of the prompt that has waited longest. A prompt with media
         goes whole and, as it may fail in ways that only the network knows, in a step of its own, every other one."""
         plan, room = [], self._chunk
-        fresh = [job for job in self._running if job.prompt.media is not None and not job.fed]
-        others = [job for job in self._running if job not in fresh]
+        fresh = [job for job in self._running if job.prompt.media is not None]
+        others = [job for job in self._running if job.prompt.media is None]
         self._alone = bool(fresh) and not (self._alone and others)
         for job in fresh[:1] if self._alone else others:
             left = len(job.prompt.tokens) - job.fed
@@ -2295,6 +2301,8 @@ class Engine:
                 job.fed, room = job.fed + size, room - size
                 wants = job.sampling.choices if size == left else 0
                 plan.append((job, job.choices[0], Work(job.choices[0].state, tokens, wants, media)))
+                if media is not None:  # seen once, and large
+                    job.prompt = dataclasses.replace(job.prompt, media=None)
         return plan
 
     def _drawn(self, plan: Sequence[tuple[Job, Choice, Work]]) -> list[tuple[Job, Choice]]:

@@ -48,7 +48,7 @@ class Hall:
         self.said = []
         self.ends = queue.SimpleQueue()
 
-    def submit(self, name, budget=3, prompt=1, on_event=None):
+    def submit(self, name, budget=3, prompt=1, on_event=None, media=None):
         def emit(event):
             self.said.append((name, event))
             if on_event:
@@ -56,7 +56,8 @@ class Hall:
             if isinstance(event, main.Finished | main.Failed):
                 self.ends.put(name)
 
-        job = main.Job(main.Prompt([1] * prompt), main.Sampling(max_new_tokens=budget, temperature=0.0), emit)
+        options = main.Sampling(max_new_tokens=budget, temperature=0.0)
+        job = main.Job(main.Prompt([1] * prompt, media=media), options, emit)
         self.engine.submit(job)
         return job
 
@@ -113,6 +114,15 @@ def test_a_long_prompt_is_computed_in_chunks_between_the_tokens_of_others(hall):
     started(h).wait(2)
     assert [dict(step).get(1) for step in model.steps[:6]] == [15, 16, 16, 13, 1, None]
     assert h.tellers() == ["short"] * 3 + ["short", "long"] * 2 + ["short"] * 3
+
+
+def test_prompts_with_media_go_whole_and_alone_every_other_step_and_are_let_go(hall):
+    model = Recorder(*WORDS)
+    h = hall(model, chunk=16)
+    jobs = [h.submit("words", budget=6, prompt=20), *(h.submit(n, budget=1, prompt=60, media="seen") for n in "abc")]
+    started(h).wait(4)
+    assert model.steps[:6] == [[(0, 60)], [(1, 16)], [(2, 60)], [(1, 4)], [(3, 60)], [(1, 1)]]
+    assert [job.prompt.media for job in jobs] == [None] * 4
 
 
 def test_a_step_computes_no_more_of_all_prompts_together_than_one_chunk(hall):

@@ -1,6 +1,7 @@
 """Eyes and ears: tiny models of real families, built here, against transformers' own processor and `generate`."""
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import queue
@@ -373,6 +374,28 @@ def test_answers_about_media_in_company_are_the_ones_that_generate_gives(pair, f
     said = ask(pair(family).model, *chats, places=5)
     for turns, events in zip(chats, said, strict=True):
         assert tokens_of(events) == pair(family).expected(turns)[1]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "idefics3"])
+def test_an_answer_about_media_goes_on_from_its_beginning(pair, family):
+    asked = chat([*question(picture(1)), ("assistant", "they are in")])
+    prompt = pair(family).model.prepare(dataclasses.replace(asked, continues=True))
+    ids, _, _ = pair(family).expected(question(picture(1)))
+    begun = pair(family).model._decoder.encode("they are in", add_special_tokens=False).ids
+    assert prompt.tokens == ids + begun
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llava_onevision"])
+def test_a_picture_in_a_tools_answer_is_seen(pair, family):
+    """Their templates know no calls, so both are told as text."""
+    call, shown = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}, picture(1)
+    asked = main.Chat((main.Message("user", "u"), main.Message("assistant", "", tool_calls=(call,)),
+                       main.Message("tool", f"here: {shown.mark}", tool_call_id="c", name="f", media=(shown,))))
+    prompt = pair(family).model.prepare(asked)
+    ids, _, _ = pair(family).expected([
+        ("user", "u"), ("assistant", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
+        ("user", "<tool_response>\nhere: ", shown, "\n</tool_response>")])
+    assert prompt.tokens == ids
 
 
 @pytest.mark.parametrize("family", SEEING)
