@@ -212,14 +212,20 @@ class Pair:
         chosen = main.Settings(model_repo_id=str(folder), device_map="cpu", torch_dtype="float32")
         self.model = main.load_model(chosen, lambda _: None)
         self.processor = AutoProcessor.from_pretrained(folder)
-        self.template = self.processor.chat_template
+        self.template, self.known = self.processor.chat_template, {}
         if folder.name == "smolvlm":  # the template knows no films, and is told of them by the placeholder alone
             self.template = template(image="<image>", video="<video>")
         network = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.network = getattr(network, "thinker", network)
 
-    def expected(self, turns, count=16):
+    def expected(self, turns):
         """The prompt, the greedy answer and the first logits that transformers gives."""
+        asked = tuple(part if isinstance(part, str) else part.key for turn in turns for part in turn)
+        if asked not in self.known:
+            self.known[asked] = self.generate(turns)
+        return self.known[asked]
+
+    def generate(self, turns):
         chat, films = [], []
         for role, *parts in turns:
             chat.append({"role": role, "content": [self.part(part, films) for part in parts]})
@@ -227,7 +233,7 @@ class Pair:
         inputs = self.processor.apply_chat_template(
             chat, chat_template=self.template, add_generation_prompt=True, tokenize=True,
             return_dict=True, return_tensors="pt", processor_kwargs=options)
-        made = self.network.generate(**inputs, max_new_tokens=count, do_sample=False, output_logits=True,
+        made = self.network.generate(**inputs, max_new_tokens=16, do_sample=False, output_logits=True,
                                      return_dict_in_generate=True)
         ids = inputs["input_ids"][0].tolist()
         return ids, made.sequences[0, len(ids):].tolist(), made.logits[0][0]
@@ -276,17 +282,18 @@ def media(kind, data, shown, **options):
 def picture(seed, width=100, height=80, **options):
     pixels = numpy.random.default_rng(seed).integers(0, 255, (height // 10, width // 10, 3), dtype=numpy.uint8)
     return media("image", Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST),
-                 (seed, width, height), **options)
+                 ("picture", seed, width, height), **options)
 
 
 def film(seed, frames=4):
     pixels = numpy.random.default_rng(seed).integers(0, 255, (frames, 60, 90, 3), dtype=numpy.uint8)
-    return media("video", main.Film(pixels, tuple(float(n) for n in range(frames)), float(frames)), (seed, frames))
+    shown = main.Film(pixels, tuple(float(n) for n in range(frames)), float(frames))
+    return media("video", shown, ("film", seed, frames))
 
 
 def sound(seed, seconds=1.0):
     samples = numpy.random.default_rng(seed).standard_normal(int(16_000 * seconds)).astype(numpy.float32)
-    return media("audio", samples * 0.1, (seed, seconds))
+    return media("audio", samples * 0.1, ("sound", seed, seconds))
 
 
 def chat(turns):
