@@ -61,6 +61,14 @@ def qwen(family):
                   "patch_size": 14, "deepstack_visual_indexes": [0], "num_position_embeddings": 64,
                   "initializer_range": 0.1}
         config = t.Qwen3VLConfig(text_config=TEXT | {"rope_parameters": MROPE}, vision_config=vision, **tokens)
+        if family == "qwen3_5":
+            running = {f"linear_{name}": size for name, size in {
+                "num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 16, "value_head_dim": 16}.items()}
+            rope = MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
+            del vision["deepstack_visual_indexes"]
+            config = t.Qwen3_5Config(text_config=TEXT | running | {
+                "layer_types": ["linear_attention", "full_attention"] * 2, "rope_parameters": rope},
+                vision_config=vision, **tokens)
         films = t.Qwen3VLVideoProcessor(patch_size=14, size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 64})
         kind = t.Qwen3VLProcessor
     pictures = t.Qwen2VLImageProcessor(patch_size=14, **size)
@@ -148,6 +156,17 @@ def qwen2_5_omni():
     return t.Qwen2_5OmniConfig(thinker_config=thinker, enable_audio_output=False), processor
 
 
+def mistral3():
+    import transformers as t
+
+    tokenizer, token = reader(template(image="[IMG]"), "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    config = t.Mistral3Config(
+        text_config=TEXT | {"model_type": "mistral"}, image_token_index=token("[IMG]"), spatial_merge_size=2,
+        vision_config=CLIP | {"model_type": "pixtral", "image_size": 112, "head_dim": 8})
+    pictures = t.PixtralImageProcessor(patch_size=14, size={"longest_edge": 112})
+    return config, t.PixtralProcessor(pictures, tokenizer, 14, 2, tokenizer.chat_template)
+
+
 def idefics3(family="idefics3"):
     import transformers as t
 
@@ -197,11 +216,12 @@ def qwen2_audio():
 
 FAMILIES = {
     "qwen2_5_vl": functools.partial(qwen, "qwen2_5_vl"), "qwen3_vl": functools.partial(qwen, "qwen3_vl"),
+    "qwen3_5": functools.partial(qwen, "qwen3_5"), "mistral3": mistral3,
     "gemma3": gemma3, "gemma4": gemma4, "qwen2_5_omni": qwen2_5_omni, "internvl": internvl, "idefics3": idefics3,
     "smolvlm": functools.partial(idefics3, "smolvlm"), "llava_onevision": llava_onevision, "qwen2_audio": qwen2_audio}
 SEEING = [family for family in FAMILIES if family != "qwen2_audio"]
 HEARING = ["qwen2_audio", "gemma4", "qwen2_5_omni"]
-FILMS = ["qwen2_5_vl", "qwen3_vl", "gemma4", "qwen2_5_omni", "internvl", "llava_onevision", "smolvlm"]
+FILMS = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma4", "qwen2_5_omni", "internvl", "llava_onevision", "smolvlm"]
 SEEDS = {"gemma3": 13}  # whose answers keep changing
 
 
