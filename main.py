@@ -1678,8 +1678,8 @@ class Model:
                 before = said[:-1] if chat.continues else said
                 opening = _beyond(text, self._applied(before, tools, **options) if has_parts and before else text)
                 shown = [media[found] for m in shape for found in marks.findall(m.content) if found]
-                if any(text.count(word) != sum(item.kind == kind for item in shown)
-                       for kind, word in self._placeholders.items()):
+                if media and any(text.count(word) != sum(item.kind == kind for item in shown)
+                                 for kind, word in self._placeholders.items()):
                     raise ValueError("the chat template does not show all media")
                 return text, opening, shown
             except Exception as error:  # a door to foreign code: templates raise whatever they like
