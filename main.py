@@ -16,15 +16,19 @@ each for loading, for the engine (model, caches, batch) and for SQLite. They tak
 from __future__ import annotations
 
 import asyncio
+import binascii
 import bisect
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import functools
 import gc
 import hashlib
 import importlib.util
 import inspect
+import io
+import ipaddress
 import itertools
 import json
 import logging
@@ -34,6 +38,7 @@ import queue
 import re
 import secrets
 import signal
+import socket
 import sqlite3
 import struct
 import tempfile
@@ -45,14 +50,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
-from urllib.parse import quote
+from urllib.parse import quote, unquote_to_bytes, urljoin
+from urllib.request import url2pathname
 
 import anyio
+import av
+import httpx2
+import numpy
+import pypdf
 import uvicorn
 from dotenv import dotenv_values, load_dotenv
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from PIL import Image, ImageOps
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, SecretStr, Tag, ValidationError
 from pydantic_core import from_json
 from sse_starlette import EventSourceResponse
@@ -109,6 +120,23 @@ class Settings(BaseModel, frozen=True):
         512, ge=16, description="Prompt tokens computed between two steps of the streams that run.")
     max_body_mib: float = Field(4, gt=0, description="Largest request body, in MiB. Beyond: 413.")
 
+    media_urls: bool = Field(True, description="Fetch media from any public host, by http(s) on ports 80 and 443.")
+    media_allow_hosts: str = Field("", description=(
+        "Hosts to fetch from besides, `name` or `name:port` separated by commas, wherever they are. With "
+        "`MEDIA_URLS=0` the only ones."))
+    media_root: Path | None = Field(None, description="Folder whose files a request may name by path. Empty: none.")
+    max_images: int = Field(128, ge=0, description="Images in one request.")
+    max_videos: int = Field(8, ge=0, description="Videos in one request.")
+    max_audios: int = Field(16, ge=0, description="Sounds in one request.")
+    max_image_mib: float = Field(20, gt=0, description="Largest image, in MiB.")
+    max_audio_mib: float = Field(25, gt=0, description="Largest sound, in MiB.")
+    max_video_mib: float = Field(100, gt=0, description="Largest video, or file of another kind, in MiB.")
+    max_image_megapixels: float = Field(
+        50, gt=0, description="Most pixels of one image. All frames of one video together are made to fit, too.")
+    max_video_frames: int = Field(16, ge=1, description="Frames sampled from one video.")
+    max_audio_seconds: float = Field(600, gt=0, description="Longest sound that is listened to.")
+    media_fetch_seconds: float = Field(15, gt=0, description="How long the fetching of one URL may take in all.")
+
     persist_sessions: bool = Field(True, description="Keep frames in SQLite, so that they outlive the process.")
     sessions_db_path: Path = Field(Path("data/sessions.db"), description="The SQLite file.")
     sessions_ttl_seconds: float = Field(3600, gt=0, description="How long a session can be read after its end.")
@@ -133,6 +161,10 @@ class Settings(BaseModel, frozen=True):
         empty = {name for name, f in cls.model_fields.items() if type(None) in get_args(f.annotation)}
         given = {name: env[name.upper()] for name in cls.model_fields if name.upper() in env}
         return cls.model_validate({name: v or None for name, v in given.items() if v or name in empty})
+
+    @property
+    def allowed_hosts(self) -> frozenset[str]:
+        return frozenset(host.strip().lower() for host in self.media_allow_hosts.split(",")) - {""}
 
     @property
     def served_id(self) -> str:
@@ -631,6 +663,14 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaSource:  # a picture, a film, a sound or a file, as the client names it
+    kind: Literal["image", "video", "audio", "file"]
+    url: str  # `data:`, `http(s):`, or a path
+    where: str  # in the request
+    options: Mapping[str, Any] = field(default_factory=dict)  # for the model's processor
+
+
+@dataclass(frozen=True, slots=True)
 class Tool:  # a function that the model may call
     name: str
     parameters: dict[str, Any]  # a JSON Schema
@@ -764,13 +804,42 @@ Event = Queued | Accepted | Started | Produced | Finished | Failed
 # ==============================================================================
 # 4. MEDIA
 #
-# Pictures, sound and film. None can be looked at yet, so none is let in: what a
-# model does not see must never look as if it had been seen.
+# Pictures, sound and film: bytes are fetched and become pixels and samples here,
+# or the client is told in a fixed sentence why not. No library ever opens what a
+# client names: we resolve, connect and read, and decoders get bytes in memory.
+# Every size is checked before it costs anything. Fetching belongs to the event
+# loop; whatever decodes is meant for a pool.
+#
+# (1) A host is resolved once, all of its addresses must be public, and the very
+#     address that was checked is connected to: a second answer changes nothing.
+# (2) Whatever keeps a URL from being fetched is told in one sentence, or we would
+#     tell who else is on our network.
+# (3) Headers of films lie. Packets are counted first, which is cheap, and frames
+#     decoded at the times found; a seek goes to a key frame that is known to be.
 # ==============================================================================
 MEDIA_PARTS = {
     "image_url": "images", "image": "images", "input_image": "images", "video_url": "videos", "video": "videos",
     "input_video": "videos", "input_audio": "audio", "audio_url": "audio", "audio": "audio", "file": "files",
     "input_file": "files"}
+PLAIN_URL = re.compile(  # the one form that no two parsers read differently; what follows the host cannot change it
+    r"(https?)://([a-z0-9._-]*[a-z0-9_-]|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?(?:[/?][^\\\x00-\x20\x7f]*)?",
+    re.ASCII | re.IGNORECASE)
+PIECE = re.compile(r".{1,65536}(?:(?<=%)..|(?<=%.).)?", re.DOTALL)  # of a data URL, never ending inside an escape
+URL_SAFE = bytes.maketrans(b"-_", b"+/")
+PORTS, REDIRECTS, MAX_REDIRECTS = {"http": 80, "https": 443}, (301, 302, 303, 307, 308), 3
+UNICAST, NAT64 = ipaddress.ip_network("2000::/3"), ipaddress.ip_network("64:ff9b::/96")
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+CONTAINERS = "mov,matroska,webm,ogg,wav,w64,mp3,flac,aac,aiff,caf,amr,asf,avi,flv,mpeg,mpegts,gif"  # no playlist
+MAX_FRAME_PIXELS, MAX_FRAMES = 4096 * 2304, 1_000_000  # of a film
+MAX_DECODED_PIXELS = 10_000 * 1920 * 1080  # to find the frames of a film whose key frames are far apart
+SAMPLE_RATES = range(1000, 768_001)
+MAX_PDF_SECONDS, MAX_PDF_STREAM_BYTES = 20, 4 * 2**20  # 10 kB of PDF can take half a minute for each 4 MiB
+PDF_LIMITS = [f"{name}_maximum_output_length" for name in ("zlib", "lzw", "run_length", "array_based_stream")]
+MAX_STREAMS, MAX_ALLOCATION_BYTES = 12, 32 * 2**20  # of a container; of any one thing that a decoder wants memory for
+Image.MAX_IMAGE_PIXELS = None  # ours is checked before a pixel is decoded; Pillow's would only warn
+logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it quotes what it reads
+with contextlib.suppress(AttributeError, OSError):  # Windows hides it. Else 2 kB of MP4 can ask FFmpeg for gigabytes
+    ctypes.CDLL(av._core.__file__).av_max_alloc(ctypes.c_size_t(MAX_ALLOCATION_BYTES))
 
 
 def refuse_media(kind: str, where: str) -> ApiError:
@@ -778,6 +847,328 @@ def refuse_media(kind: str, where: str) -> ApiError:
         return invalid_value(where, "content parts of this type are not known; use `text`")
     return ApiError(400, f"{where}: this server takes no {MEDIA_PARTS[kind]} yet, only text.", "unsupported_content",
                     where)
+
+
+def bad_media(where: str, fault: str) -> ApiError:
+    return ApiError(400, f"{where}: {fault}.", "invalid_media", where)
+
+
+def check_counts(sources: Iterable[MediaSource], settings: Settings) -> None:
+    """Refuse more media than a request may have, before any is fetched, and again when files have proved their kind."""
+    bounds = {"image": settings.max_images, "video": settings.max_videos, "audio": settings.max_audios}
+    bounds["file"] = sum(bounds.values())
+    seen: Counter[str] = Counter()
+    for source in sources:
+        seen[source.kind] += 1
+        if seen[source.kind] > bounds[source.kind]:
+            raise bad_media(source.where, f"a request may have {bounds[source.kind]} parts of this kind")
+
+
+# -- Fetching ----------------------------------------------------------------------------------------------------
+async def fetch_media(source: MediaSource, settings: Settings) -> bytes:
+    """The bytes behind a data URL, an http(s) URL, or a path below `MEDIA_ROOT`."""
+    scheme = source.url[:8].lower()
+    is_web = scheme.startswith(("http://", "https://"))
+    if scheme.startswith("data:"):
+        data = await anyio.to_thread.run_sync(_read_data_url, source, settings)
+    elif is_web and (settings.media_urls or settings.allowed_hosts):
+        data = await _fetch_url(source, settings)
+    elif not is_web and settings.media_root:
+        data = await anyio.to_thread.run_sync(_read_file, source, settings)
+    else:
+        fault = "is taken as a data URL or by an http(s) URL" if settings.media_urls else "is taken as a data URL"
+        raise ApiError(400, f"{source.where}: media {fault} here.", "unsupported_content", source.where)
+    if not data:
+        raise bad_media(source.where, "there is nothing in it")
+    return data
+
+
+def _check_size(size: int, source: MediaSource, settings: Settings) -> None:
+    name = f"max_{'video' if source.kind == 'file' else source.kind}_mib"  # a file may prove to be a film
+    if size > getattr(settings, name) * 2**20:
+        raise bad_media(source.where, f"it is larger than {name.upper()} allows, {getattr(settings, name):g} MiB")
+
+
+def _read_data_url(source: MediaSource, settings: Settings) -> bytes:
+    """RFC 2397, and what clients make of it: any case, parameters, no padding, the URL-safe alphabet, line ends."""
+    head, comma, _ = source.url[:1024].partition(",")
+    if not comma:
+        raise bad_media(source.where, "a data URL has a comma before its data")
+    is_base64 = "base64" in [part.strip().lower() for part in head.split(";")[1:]]
+    data, rest = bytearray(), b""
+    try:
+        for piece in PIECE.finditer(source.url, len(head) + 1):
+            raw = unquote_to_bytes(piece[0])
+            if is_base64:  # in whole groups of four; what is over begins the next piece
+                raw = rest + raw.translate(URL_SAFE, b" \t\r\n")
+                whole = len(raw) // 4 * 4
+                raw, rest = binascii.a2b_base64(raw[:whole], strict_mode=True), raw[whole:]
+            data += raw
+            _check_size(len(data), source, settings)
+        data += binascii.a2b_base64(rest + b"=" * (-len(rest) % 4), strict_mode=True)
+    except ValueError:
+        raise bad_media(source.where, "its data is no base64") from None
+    return bytes(data)
+
+
+def _read_file(source: MediaSource, settings: Settings) -> bytes:
+    """A regular file whose real place is below the root. What is elsewhere and what is nowhere are refused alike."""
+    name = url2pathname(source.url[7:]) if source.url[:7].lower() == "file://" else source.url
+    with contextlib.suppress(OSError, ValueError):
+        root = os.path.realpath(settings.media_root)
+        path = os.path.realpath(os.path.join(root, name))
+        if os.path.commonpath([root, path]) == root and os.path.isfile(path):
+            _check_size(os.path.getsize(path), source, settings)
+            return Path(path).read_bytes()
+    raise bad_media(source.where, "there is no file of that name to read")
+
+
+async def _fetch_url(source: MediaSource, settings: Settings) -> bytes:
+    """What a URL leads to. Every hop is checked as the first one is; the body of a redirect is never read."""
+    url = source.url
+    with contextlib.suppress(httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError, KeyError):  # (2)
+        async with asyncio.timeout(settings.media_fetch_seconds):
+            for _ in range(1 + MAX_REDIRECTS):
+                async with _get(url, await _checked_address(url, settings)) as response:
+                    if response.status_code == 200:
+                        return await _read_body(response, source, settings)
+                    if response.status_code not in REDIRECTS:
+                        break
+                    url = urljoin(url, response.headers["location"])
+    raise bad_media(source.where, "the URL could not be fetched; it must lead to media on a public host")
+
+
+async def _checked_address(url: str, settings: Settings) -> str:
+    """The address of a URL's host, resolved once. Raises ValueError unless we may connect to all that it has."""
+    if not (parts := PLAIN_URL.fullmatch(url)):
+        raise ValueError("not a plain URL")
+    host, port = parts[2].lower(), int(parts[3] or PORTS[parts[1].lower()])
+    is_listed = not settings.allowed_hosts.isdisjoint({host, f"{host}:{port}"})
+    if not is_listed and not (settings.media_urls and port in PORTS.values()):
+        raise ValueError("not a host and port to fetch from")
+    found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    addresses = [entry[4][0] for entry in found]
+    if not is_listed and not all(map(is_public, addresses)):
+        raise ValueError("not a public host")
+    return min(addresses, key=lambda address: ":" in address)  # not every machine can reach IPv6
+
+
+def is_public(address: str) -> bool:
+    """Whether an address is on the internet, whatever it is wrapped in."""
+    ip = ipaddress.ip_address(address)
+    if ip.version == 6:
+        nat64 = ipaddress.IPv4Address(ip.packed[-4:]) if ip in NAT64 else None
+        ip = ip.ipv4_mapped or ip.sixtofour or nat64 or ip
+    return ip.is_global and not ip.is_multicast and (ip.version == 4 or ip in UNICAST)
+
+
+@contextlib.asynccontextmanager
+async def _get(url: str, address: str) -> AsyncIterator[httpx2.Response]:
+    """Ask that address for that URL. A bare transport, made for this one question, has no proxies, cookies, passwords
+    or redirects, and shares no connection that was made for another host."""
+    asked = httpx2.URL(url)
+    request = httpx2.Request(
+        "GET", asked.copy_with(host=address), extensions={"sni_hostname": asked.host},
+        headers={"host": asked.netloc.decode(), "accept-encoding": "identity", "user-agent": "inference-server/1"})
+    make = functools.partial(httpx2.AsyncHTTPTransport, trust_env=False)  # it reads certificates: not on the loop
+    async with (await anyio.to_thread.run_sync(make) as transport,
+                contextlib.aclosing(await transport.handle_async_request(request)) as response):
+        yield response
+
+
+async def _read_body(response: httpx2.Response, source: MediaSource, settings: Settings) -> bytes:
+    if response.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ValueError("encoded, though we asked for it as it is")
+    _check_size(int(response.headers.get("content-length", 0)), source, settings)
+    data = bytearray()
+    async for chunk in response.aiter_raw():
+        data += chunk
+        _check_size(len(data), source, settings)
+    return bytes(data)
+
+
+# -- Decoding ----------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def _decoding(what: str, where: str) -> Iterator[None]:
+    """The door to decoders, which may raise anything: the log gets it, the client one sentence."""
+    try:
+        yield
+    except ApiError:
+        raise
+    except Exception:
+        log.info("%s: this %s could not be decoded", where, what, exc_info=True)
+        raise bad_media(where, f"this {what} could not be decoded") from None
+
+
+def decode_image(data: bytes, where: str, settings: Settings) -> Image.Image:
+    """A picture (an animation's first) as people see it: RGB, upright, on white where it is transparent."""
+    with _decoding("image", where), Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
+        if image.width * image.height > settings.max_image_megapixels * 1e6:
+            raise bad_media(where, f"this image has more than {settings.max_image_megapixels:g} megapixels")
+        ImageOps.exif_transpose(image, in_place=True)
+        if image.mode.startswith("I"):  # 16 bits a pixel, in whatever holds them
+            image = Image.fromarray((numpy.asarray(image).clip(0, 65535) >> 8).astype(numpy.uint8))
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        return image.convert("RGB")
+
+
+@dataclass(frozen=True, slots=True)
+class Film:
+    frames: numpy.ndarray  # uint8 [n, height, width, 3], upright
+    times: tuple[float, ...]  # of each, in seconds from the film's first
+    duration: float
+    has_sound: bool
+
+
+def _open(data: bytes) -> av.container.InputContainer:
+    """A container's streams. Bounds hold while FFmpeg looks what is in it, and once more for the decoders."""
+    bounds = {"max_pixels": str(MAX_FRAME_PIXELS)}
+    film = av.open(io.BytesIO(data), metadata_errors="replace", options={
+        "format_whitelist": CONTAINERS, "max_streams": str(MAX_STREAMS), **bounds})
+    for stream in film.streams.video:
+        if stream.codec_context:
+            stream.codec_context.options = bounds
+    return film
+
+
+def _pictures(film: av.container.InputContainer) -> av.VideoStream | None:
+    """The stream that moves; a song's cover does not."""
+    cover = av.stream.Disposition.attached_pic
+    return next((stream for stream in film.streams.video if not stream.disposition & cover), None)
+
+
+def decode_video(data: bytes, where: str, settings: Settings) -> Film:
+    """Up to `MAX_VIDEO_FRAMES` frames of a film, evenly in time, smaller where all would be more than an image's."""
+    frames, times, size = [], [], None
+    with _decoding("video", where):
+        with _open(data) as film:
+            has_sound, (unit, stamps, keys) = bool(film.streams.audio), _timetable(film, where)
+        end = stamps[-1] + (stamps[-1] - stamps[0]) / max(1, len(stamps) - 1)
+        wanted = _spread(stamps, end, settings.max_video_frames)
+        with _open(data) as film:
+            for stamp, frame in _frames_at(film, wanted, keys, where):
+                size = size or _shrunk(frame, settings.max_image_megapixels * 1e6 / len(wanted))
+                frames.append(numpy.rot90(frame.to_ndarray(format="rgb24", **size), round(frame.rotation / 90)))
+                times.append((stamp - stamps[0]) * unit)
+        return Film(numpy.stack(frames), tuple(times), (end - stamps[0]) * unit, has_sound)
+
+
+def _timetable(film: av.container.InputContainer, where: str) -> tuple[float, list[int], list[int]]:
+    """What a time stamp counts in seconds, the stamps of all frames and of key frames, as the packets have them (3)."""
+    stamps, keys, stream = set(), set(), _pictures(film)
+    if stream and stream.codec_context.width * stream.codec_context.height > MAX_FRAME_PIXELS:
+        raise bad_media(where, f"its frames have more than {MAX_FRAME_PIXELS / 1e6:.1f} megapixels")
+    for packet in film.demux(stream) if stream else ():
+        if (stamp := _stamp(packet)) is not None:
+            (keys if packet.is_keyframe else stamps).add(stamp)
+        if len(stamps) + len(keys) > MAX_FRAMES:
+            raise bad_media(where, f"it has more than {MAX_FRAMES} frames")
+    if not stamps | keys:
+        raise bad_media(where, "there are no moving pictures in it")
+    return float(stream.time_base), sorted(stamps | keys), sorted(keys)
+
+
+def _stamp(timed: av.Packet | av.VideoFrame) -> int | None:
+    return timed.pts if timed.pts is not None else timed.dts
+
+
+def _spread(stamps: Sequence[int], end: float, count: int) -> list[int]:
+    """The stamps that are shown at `count` moments, evenly from the first to the end; all, if they are no more."""
+    if len(stamps) <= count:
+        return list(stamps)
+    moments = (stamps[0] + (end - stamps[0]) * n / count for n in range(count))
+    return sorted({stamps[bisect.bisect_right(stamps, moment) - 1] for moment in moments})
+
+
+def _frames_at(film: av.container.InputContainer, wanted: Sequence[int], keys: Sequence[int],
+               where: str) -> Iterator[tuple[int, av.VideoFrame]]:
+    """The first frame at or after each stamp. Seeks only where a key frame lies ahead, so none is decoded twice."""
+    stream, budget, here = _pictures(film), MAX_DECODED_PIXELS, wanted[0] - 1
+    frames = film.decode(stream)
+    if film.format.flags & av.format.Flags.ts_discont.value:  # its seeks guess, and land too late
+        keys = ()
+    for stamp in wanted:
+        if here >= stamp:  # a film cut inside of a group begins later than its packets
+            continue
+        key = keys[bisect.bisect_right(keys, stamp) - 1] if keys else here
+        if max(here, wanted[0]) < key <= stamp:
+            with contextlib.suppress(av.FFmpegError):  # no way to seek in this one: it is read on
+                film.seek(key, stream=stream)
+                frames = film.decode(stream)
+        for frame in frames:
+            budget -= frame.width * frame.height
+            if budget < 0:
+                raise bad_media(where, "its key frames are too far apart for a film of this size")
+            if _stamp(frame) is not None and (here := _stamp(frame)) >= stamp:
+                yield here, frame
+                break
+
+
+def _shrunk(frame: av.VideoFrame, pixels: float) -> dict[str, int]:
+    factor = min(1, math.sqrt(pixels / (frame.width * frame.height)))
+    return {"width": max(1, int(frame.width * factor)), "height": max(1, int(frame.height * factor))}
+
+
+def decode_audio(data: bytes, rate: int, where: str, settings: Settings) -> numpy.ndarray:
+    """The sound of a recording or a film as float32 samples, all channels in one."""
+    pieces, seconds = [], 0.0
+    with _decoding("audio", where), _open(data) as sound:
+        resampler = av.AudioResampler("flt", "mono", rate)
+        for frame in itertools.chain(sound.decode(audio=0) if sound.streams.audio else (), [None]):
+            seconds += frame.samples / frame.sample_rate if frame else 0
+            if seconds > settings.max_audio_seconds or (frame and frame.sample_rate not in SAMPLE_RATES):
+                raise bad_media(where, f"a sound may have {settings.max_audio_seconds:g} seconds and 1 to 768 kHz")
+            pieces += [piece.to_ndarray()[0] for piece in resampler.resample(frame) if piece]  # None: what it holds yet
+        if not pieces:
+            raise bad_media(where, "there is no sound in it")
+        return numpy.concatenate(pieces)
+
+
+# -- Files -------------------------------------------------------------------------------------------------------
+def kind_of(data: bytes) -> Literal["image", "video", "audio", "file"]:
+    """What a file is, told by its content: a text, a PDF and what nobody knows are files."""
+    if _is_pdf(data) or _plain_text(data) is not None:
+        return "file"
+    with contextlib.suppress(Exception):  # it is none of these, then
+        Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+        return "image"
+    with contextlib.suppress(Exception), _open(data) as film:
+        return "video" if _pictures(film) else "audio" if film.streams.audio else "file"
+    return "file"
+
+
+def file_text(data: bytes, where: str) -> str:
+    """What a text or a PDF says."""
+    with _decoding("file", where):
+        text = _pdf_text(data, where) if _is_pdf(data) else _plain_text(data)
+    if text is None:
+        raise bad_media(where, "this is neither text nor PDF, nor an image, a video or a sound that is known")
+    if not text.strip():
+        raise bad_media(where, "there is no text in it")
+    return text
+
+
+def _is_pdf(data: bytes) -> bool:
+    return b"%PDF-" in data[:1024]
+
+
+def _plain_text(data: bytes) -> str | None:
+    with contextlib.suppress(UnicodeError):
+        text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+        return None if "\0" in text else text
+    return None
+
+
+def _pdf_text(data: bytes, where: str) -> str:
+    texts, last = [], time.monotonic() + MAX_PDF_SECONDS
+    with pypdf.apply_configuration(jbig2dec_binary=None, **dict.fromkeys(PDF_LIMITS, MAX_PDF_STREAM_BYTES)):
+        for page in pypdf.PdfReader(io.BytesIO(data)).pages:
+            texts.append(page.extract_text())
+            if time.monotonic() > last:
+                raise bad_media(where, "this PDF takes too long to read; send its text")
+    return "\n\n".join(texts)
 
 
 # ==============================================================================
@@ -2138,8 +2529,6 @@ def sample_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
 
 def _adjust_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """Apply penalties, bias and bans to the rows that have any; the others cost nothing."""
-    import numpy
-
     touched = [i for i, d in enumerate(draws)
                if d.banned or d.allowed or d.sampling.logit_bias or d.sampling.frequency_penalty
                or d.sampling.presence_penalty or (d.sampling.repetition_penalty or 1) != 1]

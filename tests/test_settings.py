@@ -18,19 +18,24 @@ RANGES = {  # name: (values at the edge of what is allowed, values beyond it)
     "max_concurrent_requests": (["1"], ["0"]),
     "max_queued_requests": (["0"], ["-1"]),
     "prefill_chunk_tokens": (["16"], ["15"]),
+    "max_video_frames": (["1"], ["0"]),
+    **{name: (["0"], ["-1"]) for name in ("max_images", "max_videos", "max_audios")},
     "session_buffer_frames": (["1"], ["0"]),
     "cancel_after_disconnect_seconds": (["0"], ["-0.1"]),
     "shutdown_grace_seconds": (["0"], ["-0.1"]),
     **{name: (["0.001"], ["0", "-1"]) for name in (
         "model_load_wait_seconds", "max_body_mib", "sessions_ttl_seconds", "responses_ttl_seconds", "responses_max_mib",
-        "session_buffer_mib", "sessions_buffer_mib", "keepalive_seconds", "send_timeout_seconds")},
+        "session_buffer_mib", "sessions_buffer_mib", "keepalive_seconds", "send_timeout_seconds",
+        "max_image_mib", "max_audio_mib", "max_video_mib", "max_image_megapixels", "max_audio_seconds",
+        "media_fetch_seconds")},
 }
 CHOICES = {
     "log_level": ["DEBUG", "INFO", "WARNING", "ERROR"], "torch_dtype": ["auto", "float32", "bfloat16", "float16"],
     "sse_ids": ["always", "session"],
 }
-SWITCHES = ["trust_remote_code", "eager_load_model", "strict_model", "persist_sessions"]
-TEXTS = ["host", "model_repo_id", "models_dir", "hf_token", "device_map", "sessions_db_path"]
+SWITCHES = ["trust_remote_code", "eager_load_model", "strict_model", "media_urls", "persist_sessions"]
+TEXTS = ["host", "model_repo_id", "models_dir", "hf_token", "device_map", "media_allow_hosts", "media_root",
+         "sessions_db_path"]
 
 
 def read(name, value):
@@ -76,7 +81,7 @@ def test_a_switch_is_read_from_digits_and_words(name, value, meaning):
 
 @pytest.mark.parametrize("name", main.Settings.model_fields)
 def test_an_empty_value_means_none_where_none_is_allowed_and_the_default_elsewhere(name):
-    none_allowed = name in ("hf_token", "temperature", "max_context_tokens")
+    none_allowed = name in ("hf_token", "temperature", "max_context_tokens", "media_root")
     assert read(name, "") == (None if none_allowed else main.Settings.model_fields[name].default)
 
 
