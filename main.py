@@ -355,10 +355,33 @@ def known_fields(value: Any) -> Any:
     return {name: known_fields(field) for name, field in fields if field is not None}
 
 
-class ContentPart(Wire):
+class MediaObject(Wire):  # what clients put around a URL or its data
+    url: Text | None = None
+    data: Text | None = None
+    file_data: Text | None = None
+    file_url: Text | None = None
+    file_id: Short | None = None
+    filename: Short | None = None
+    format: Short | None = None  # known by its content
+    detail: Short | None = None
+    min_pixels: Budget | None = None
+    max_pixels: Budget | None = None
+
+
+class ContentPart(MediaObject):
     type: Short
     text: Text | None = None
     refusal: Text | None = None
+    image_url: Text | MediaObject | None = None
+    image: Text | MediaObject | None = None
+    image_base64: Text | None = None
+    b64_json: Text | None = None
+    video_url: Text | MediaObject | None = None
+    video: Text | MediaObject | None = None
+    audio_url: Text | MediaObject | None = None
+    audio: Text | MediaObject | None = None
+    input_audio: Text | MediaObject | None = None
+    file: Text | MediaObject | None = None
 
 
 class FunctionCall(Wire):
@@ -637,9 +660,10 @@ def validation_error(error: RequestValidationError) -> ApiError:
 # ==============================================================================
 @dataclass(frozen=True, slots=True)
 class Film:
-    frames: Any = field(compare=False)  # uint8 [n, height, width, 3]
-    times: tuple[float, ...]  # of the frames, in seconds
+    frames: Any = field(compare=False)  # uint8 [n, height, width, 3], upright
+    times: tuple[float, ...]  # of the frames, in seconds from the film's first
     duration: float
+    has_sound: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -650,6 +674,12 @@ class Media:
     key: bytes  # the hash of what it shows and of its options
     options: Mapping[str, Any] = field(default_factory=dict)  # min_pixels, max_pixels, detail
 
+    @property
+    def size(self) -> int:  # bytes in memory
+        if self.kind == "image":
+            return self.data.width * self.data.height * 3
+        return (self.data.frames if self.kind == "video" else self.data).nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -659,7 +689,7 @@ class Message:
     tool_calls: tuple[dict[str, Any], ...] = ()
     tool_call_id: str | None = None
     reasoning: str | None = None
-    media: tuple[Media, ...] = ()
+    media: tuple[Media | MediaSource, ...] = ()  # as they were sent, until they have been fetched
 
 
 @dataclass(frozen=True, slots=True)
@@ -668,6 +698,7 @@ class MediaSource:  # a picture, a film, a sound or a file, as the client names 
     url: str  # `data:`, `http(s):`, or a path
     where: str  # in the request
     options: Mapping[str, Any] = field(default_factory=dict)  # for the model's processor
+    mark: str = field(default_factory=lambda: f"media{secrets.token_hex(8)}")  # as in Media
 
 
 @dataclass(frozen=True, slots=True)
@@ -817,10 +848,15 @@ Event = Queued | Accepted | Started | Produced | Finished | Failed
 # (3) Headers of films lie. Packets are counted first, which is cheap, and frames
 #     decoded at the times found; a seek goes to a key frame that is known to be.
 # ==============================================================================
-MEDIA_PARTS = {
-    "image_url": "images", "image": "images", "input_image": "images", "video_url": "videos", "video": "videos",
-    "input_video": "videos", "input_audio": "audio", "audio_url": "audio", "audio": "audio", "file": "files",
-    "input_file": "files"}
+MEDIA_PARTS: dict[str, Literal["image", "video", "audio", "file"]] = {
+    "image_url": "image", "image": "image", "input_image": "image", "video_url": "video", "video": "video",
+    "input_video": "video", "input_audio": "audio", "audio_url": "audio", "audio": "audio", "file": "file",
+    "input_file": "file"}
+MEDIA_KEYS = (  # where a part, or an object in it, has its media
+    "image_url", "image", "image_base64", "b64_json", "video_url", "video", "audio_url", "audio", "input_audio", "file",
+    "url", "data", "file_url", "file_data")
+MEDIA_OPTIONS = ("detail", "min_pixels", "max_pixels")
+MAX_SEEN_BYTES = 2**30  # of pixels and samples in one request
 PLAIN_URL = re.compile(  # the one form that no two parsers read differently; what follows the host cannot change it
     r"(https?)://([a-z0-9._-]*[a-z0-9_-]|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?(?:[/?][^\\\x00-\x20\x7f]*)?",
     re.ASCII | re.IGNORECASE)
@@ -842,11 +878,44 @@ with contextlib.suppress(AttributeError, OSError):  # Windows hides it. Else 2 k
     ctypes.CDLL(av._core.__file__).av_max_alloc(ctypes.c_size_t(MAX_ALLOCATION_BYTES))
 
 
-def refuse_media(kind: str, where: str) -> ApiError:
+def unsupported_part(kind: str, where: str) -> ApiError:
     if kind not in MEDIA_PARTS:
-        return invalid_value(where, "content parts of this type are not known; use `text`")
-    return ApiError(400, f"{where}: this server takes no {MEDIA_PARTS[kind]} yet, only text.", "unsupported_content",
-                    where)
+        return invalid_value(where, "content parts of this type are not known")
+    return ApiError(400, f"{where}: media are taken in messages of the user's and in results of tools only.",
+                    "unsupported_content", where)
+
+
+def unsensed(model: str, kind: str, where: str) -> ApiError:
+    return ApiError(400, f"{where}: the model {model} takes no {kind}.", "unsupported_content", where)
+
+
+def media_source(part: Mapping[str, Any], where: str) -> MediaSource:
+    """What a content part, as JSON, names: one URL or data, in whichever place clients put it."""
+    held, inner = part, [part[key] for key in MEDIA_KEYS if isinstance(part.get(key), dict)]
+    if inner:
+        held = inner[0]
+    if "file_id" in held:
+        raise ApiError(400, f"{where}: no files are kept here; send the data or a URL.", "unsupported_content", where)
+    given = [(key, held[key]) for key in MEDIA_KEYS if isinstance(held.get(key), str)]
+    if len(given) != 1 or len(inner) > 1 or (inner and any(isinstance(part.get(key), str) for key in MEDIA_KEYS)):
+        raise bad_media(where, "it must have exactly one URL or data")
+    [(key, url)] = given
+    if key in ("data", "file_data", "image_base64", "b64_json") and url[:5].lower() != "data:":
+        url = f"data:;base64,{url}"
+    options = {name: value for name in MEDIA_OPTIONS if (value := held.get(name, part.get(name))) is not None}
+    return MediaSource(MEDIA_PARTS[part["type"]], url, where, options)
+
+
+def perceive(source: MediaSource, data: bytes, rate: int, settings: Settings) -> Media | str:
+    """What there is to see or hear in the bytes of a source; the text of a file that is one."""
+    if (kind := source.kind) == "file":
+        return file_text(data, source.where)
+    key = hashlib.blake2b(f"{kind} {sorted(source.options.items())} ".encode() + data, digest_size=16).digest()
+    if kind == "audio":
+        seen = decode_audio(data, rate, source.where, settings)
+    else:
+        seen = (decode_image if kind == "image" else decode_video)(data, source.where, settings)
+    return Media(kind, source.mark, seen, key, source.options)
 
 
 def bad_media(where: str, fault: str) -> ApiError:
@@ -1012,14 +1081,6 @@ def decode_image(data: bytes, where: str, settings: Settings) -> Image.Image:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         return image.convert("RGB")
-
-
-@dataclass(frozen=True, slots=True)
-class Film:
-    frames: numpy.ndarray  # uint8 [n, height, width, 3], upright
-    times: tuple[float, ...]  # of each, in seconds from the film's first
-    duration: float
-    has_sound: bool
 
 
 def _open(data: bytes) -> av.container.InputContainer:
@@ -2000,7 +2061,7 @@ class Model:
         if (least := -(-size // self._longest_token)) > self.context:
             raise context_error(self.context, f"at least {least}", chat.param)
         for kind in sorted({item.kind for message in chat.messages for item in message.media} - self.senses):
-            raise ApiError(400, f"The model {self.name} takes no {kind} input.", "unsupported_content", chat.param)
+            raise unsensed(self.name, kind, chat.param)
         nonce = secrets.token_hex(8)  # a text that guessed the marker could smuggle control tokens after all
         marker, mark = re.compile(f"x{nonce}x([0-9a-f]+)x"), lambda match: f"x{nonce}x{match[0].encode().hex()}x"
         rendered, opening, media = self._render(chat, functools.partial(self._specials.sub, mark))
@@ -3231,17 +3292,22 @@ def function_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def shown_parts(parts: str | Sequence[ContentPart], kind: str, where: str, first: int = 0,
-                taken: Sequence[str] = TEXT_PARTS) -> list[Item]:
+                taken: Sequence[str] = TEXT_PARTS, shows: bool = False) -> list[Item]:
     """A content as OpenAI shows it. Raises ApiError 400 for a part of a kind that is not `taken`."""
     if isinstance(parts, str):
         return [shown_part(kind, parts)]
     shown = []
     for n, part in enumerate(parts, first):
+        place = f"{where}[{n}]"
+        if shows and part.type in MEDIA_PARTS:
+            media_source(known_fields(part), place)
+            shown.append(known_fields(part))
+            continue
         if part.type not in taken:
-            raise refuse_media(part.type, f"{where}[{n}]")
+            raise unsupported_part(part.type, place)
         key = "refusal" if part.type == "refusal" else "text"
         if (text := getattr(part, key)) is None:
-            raise invalid_value(f"{where}[{n}].{key}", "missing")
+            raise invalid_value(f"{place}.{key}", "missing")
         shown.append(shown_part("refusal" if key == "refusal" else kind, text))
     return shown
 
@@ -3252,7 +3318,24 @@ def shown_part(kind: str, text: str, logprobs: Sequence[Item] = ()) -> Item:
 
 
 def joined_text(parts: str | Sequence[Item]) -> str:
-    return parts if isinstance(parts, str) else "\n".join(part.get("text") or part.get("refusal", "") for part in parts)
+    return said_by(parts, "")[0]
+
+
+def said_by(parts: str | Sequence[Item], where: str) -> tuple[str, tuple[MediaSource, ...]]:
+    """What a content says: its text, in which marks stand for its media. Two texts are two lines. `{n}` in `where` is
+    the part's number."""
+    if isinstance(parts, str):
+        return parts, ()
+    text, media, before = "", list[MediaSource](), False
+    for n, part in enumerate(parts):
+        if is_media := part["type"] in MEDIA_PARTS:
+            media.append(media_source(part, where.format(n=n)))
+            said = media[-1].mark
+        else:
+            said = part.get("text") or part.get("refusal", "")
+        text += ("\n" if before and not is_media else "") + said
+        before = not is_media
+    return text, tuple(media)
 
 
 def structured_grammar(wanted: StructuredOutputs) -> Grammar:
@@ -3409,9 +3492,12 @@ def _chat_message(message: ChatMessage, where: str, named: dict[str, str]) -> Me
         arguments = parse_json(call.function.arguments or "{}", f"{where}.tool_calls[{n}].function.arguments")
         calls.append(function_call(call.id, call.function.name, arguments))
         named[call.id] = call.function.name
-    content = shown_parts(message.content or [], "text", f"{where}.content", taken=("text", "refusal"))
-    return Message("system" if message.role == "developer" else message.role, joined_text(content),
-                   message.name or named.get(message.tool_call_id), tuple(calls), message.tool_call_id, reasoning)
+    parts = shown_parts(message.content or [], "text", f"{where}.content", taken=("text", "refusal"),
+                        shows=message.role in ("user", "tool"))
+    text, media = said_by(parts, f"{where}.content[{{n}}]")
+    return Message("system" if message.role == "developer" else message.role, text,
+                   message.name or named.get(message.tool_call_id), tuple(calls), message.tool_call_id, reasoning,
+                   media)
 
 
 def continues(body: AnswerRequest, last: Message) -> bool:
@@ -3536,7 +3622,7 @@ def response_items(body: ResponsesRequest, id: str) -> list[Item]:
             if loose is None:
                 loose = []
                 items.append({"id": own_id, "type": "message", "status": "completed", "role": "user", "content": loose})
-            loose += shown_parts([given], "input_text", "input", n)
+            loose += shown_parts([given], "input_text", "input", n, shows=True)
         else:
             loose = None
             items.append({"id": own_id} | _whole_item(given, kind, where))
@@ -3555,11 +3641,11 @@ def _whole_item(given: InputItem, kind: str, where: str) -> Item:
     match kind:
         case "message":
             spoken = "output_text" if given.role == "assistant" else "input_text"
-            item["content"] = shown_parts(given.content, spoken, f"{where}.content")
+            item["content"] = shown_parts(given.content, spoken, f"{where}.content", shows=given.role == "user")
         case "function_call" if item["status"] != "incomplete":
             parse_json(given.arguments or "{}", f"{where}.arguments")
         case "function_call_output" if not isinstance(given.output, str):
-            item["output"] = shown_parts(given.output, "input_text", f"{where}.output")
+            item["output"] = shown_parts(given.output, "input_text", f"{where}.output", shows=True)
         case "reasoning":
             item["summary"] = shown_parts(given.summary or [], "summary_text", f"{where}.summary")
             item["content"] = shown_parts(given.content or [], "reasoning_text", f"{where}.content")
@@ -3582,7 +3668,8 @@ def response_messages(items: Iterable[Item], instructions: Iterable[str]) -> tup
             case {"type": "message", "role": "assistant", "content": content}:
                 add("content", joined_text(content), "content", "tool_calls")
             case {"type": "message", "role": "user", "content": content}:
-                said.append(Message("user", joined_text(content)))
+                text, media = said_by(content, "input")
+                said.append(Message("user", text, media=media))
             case {"type": "message", "content": content}:
                 system.append(joined_text(content))
             case {"type": "reasoning"} if thought := joined_text(item["content"] or item["summary"]):
@@ -3594,7 +3681,8 @@ def response_messages(items: Iterable[Item], instructions: Iterable[str]) -> tup
                     add("tool_calls", function_call(id, name, from_json(whole)))
                     names[id] = name
             case {"type": "function_call_output", "call_id": id, "output": output}:
-                said.append(Message("tool", joined_text(output), names.get(id), (), id))
+                text, media = said_by(output, "input")
+                said.append(Message("tool", text, names.get(id), (), id, None, media))
     front = "\n\n".join(filter(None, system))
     return (Message("system", front), *said) if front else tuple(said)
 
@@ -3769,6 +3857,7 @@ def broken_off(kind: str, error: ApiError, index: int, result: Item | None) -> t
 # somebody who cancels, all pass through `_produce`. Readers are only counted.
 # ==============================================================================
 Load = Callable[[Settings, Report], Model]
+MAX_LOOKING = 4  # requests whose media are fetched and decoded at once
 MAX_CONVERSATION_BYTES = 64 * 2**20  # that a request may have put in front of it, or refer to
 
 
@@ -3799,7 +3888,8 @@ class Server:
         self._engine: Engine | None = None
         self._loading: asyncio.Future[Model] | None = None
         self._generations: dict[str, Generation] = {}
-        self._pool, self._counting = ThreadPoolExecutor(2, "tokenize"), asyncio.Semaphore()
+        self._pool = ThreadPoolExecutor(2, "tokenize")
+        self._counting, self._looking = asyncio.Semaphore(), asyncio.Semaphore(MAX_LOOKING)
 
     # -- life --------------------------------------------------------------------------------------------------
     async def start(self) -> None:
@@ -3890,6 +3980,7 @@ class Server:
             "error": self._loading.exception().body["error"] if self.model_status == "failed" else None,
             "context_length": self.model.context if self.model else None,
             "tools": self.model.tools if self.model else None,
+            "senses": ["text", *sorted(self.model.senses)] if self.model else None,
             "storage": "off" if self.log is None else "degraded" if self.log.degraded else "ok",
             "running": self.running, "queued": len(self._generations) - self.running}
 
@@ -3965,9 +4056,38 @@ class Server:
         self._produce(generation, Accepted(len(prompt.tokens), sampling, dropped))
         self._engine.submit(job)
 
+    async def _perceived(self, model: Model, chat: Chat) -> Chat:
+        """The chat with its media fetched and decoded, one after the other: what they may take is bounded in all."""
+        sources = [source for message in chat.messages for source in message.media]
+        in_pool = functools.partial(self._loop.run_in_executor, self._pool)
+
+        def check() -> None:
+            check_counts(sources, self.settings)
+            for source in sources:
+                if source.kind not in {"file", *model.senses}:
+                    raise unsensed(model.name, source.kind, source.where)
+
+        check()
+        found, held, last = dict[str, Media | str](), 0, time.monotonic() + 4 * self.settings.media_fetch_seconds
+        for n, source in enumerate(sources):
+            if time.monotonic() > last:
+                raise bad_media(source.where, "the media of this request take too long to fetch")
+            data = await fetch_media(source, self.settings)
+            if source.kind == "file":
+                sources[n] = source = dataclasses.replace(source, kind=await in_pool(kind_of, data))
+                check()
+            seen = found[source.mark] = await in_pool(perceive, source, data, model.audio_rate, self.settings)
+            held += len(seen) if isinstance(seen, str) else seen.size
+            if held > MAX_SEEN_BYTES:
+                raise bad_media(source.where, "the media of this request are too large together")
+        return dataclasses.replace(chat, messages=tuple(_with_found(message, found) for message in chat.messages))
+
     async def _prepared(self, model: Model, chat: Chat, asked: int | None) -> tuple[Prompt, int]:
         room = asked or min(self.settings.max_tokens, model.context // 2)  # which matters only where turns may go
-        return await self._loop.run_in_executor(self._pool, fitted, model, chat, room)
+        shows = any(message.media for message in chat.messages)
+        async with self._looking if shows else contextlib.nullcontext():  # what is decoded takes much memory
+            chat = await self._perceived(model, chat) if shows else chat
+            return await self._loop.run_in_executor(self._pool, fitted, model, chat, room)
 
     async def count(self, chat: Chat, asked: int | None) -> int:
         """The tokens that a chat has as a prompt. One is counted at a time, so that answers are not kept waiting."""
@@ -4097,6 +4217,17 @@ class Server:
         if session := await self.store.find(ref, ANYBODY):
             return session
         raise ApiError(404, "There is no such session, or it has expired.", "session_not_found")
+
+
+def _with_found(message: Message, found: Mapping[str, Media | str]) -> Message:
+    """A message whose sources have become media, or text where files were texts."""
+    content, media = message.content, []
+    for source in message.media:
+        if isinstance(seen := found[source.mark], str):
+            content = content.replace(source.mark, f"\n{seen}\n")
+        else:
+            media.append(seen)
+    return dataclasses.replace(message, content=content, media=tuple(media))
 
 
 def fitted(model: Model, chat: Chat, room: int) -> tuple[Prompt, int]:
@@ -4382,7 +4513,8 @@ async def get_model(name: str, server: ServerDep) -> dict[str, Any]:
         raise unknown_model(name, server.settings)
     return {"id": name, "object": "model", "created": int(server.started), "owned_by": "local",
             "max_model_len": server.model.context if server.model else None,
-            "tools": server.model.tools if server.model else None}
+            "tools": server.model.tools if server.model else None,
+            "senses": ["text", *sorted(server.model.senses)] if server.model else None}
 
 
 @router.get("/health")

@@ -263,11 +263,38 @@ def test_an_answer_of_ours_can_be_sent_back_as_it_is(ai):
 
 
 @pytest.mark.parametrize("kind", main.MEDIA_PARTS)
-def test_a_part_that_is_no_text_is_refused_by_name(client, kind):
-    content = [{"type": "text", "text": "look"}, {"type": kind, kind: {"url": "https://example.org/x"}}]
+def test_a_part_that_the_model_has_no_sense_for_is_refused_by_name(client, kind):
+    picture = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAACAkQBADs="
+    content = [{"type": "text", "text": "look"}, {"type": kind, "data": picture}]
     answer = client(ScriptedModel("a")).post(URL, json={"messages": [{"role": "user", "content": content}]})
     assert error_of(answer) == (400, "unsupported_content", "messages[0].content[1]")
-    assert main.MEDIA_PARTS[kind] in answer.json()["error"]["message"]
+    told = "image" if main.MEDIA_PARTS[kind] == "file" else main.MEDIA_PARTS[kind]
+    assert f"takes no {told}" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "assistant"])
+def test_only_users_and_tools_show_something(client, role):
+    content = [{"type": "image_url", "image_url": {"url": "data:image/gif;base64,R0lGODlhAQABAAAAACw="}}]
+    answer = client(ScriptedModel("a")).post(URL, json={"messages": [{"role": role, "content": content}, *ASK]})
+    assert error_of(answer) == (400, "unsupported_content", "messages[0].content[0]")
+
+
+@pytest.mark.parametrize("part", [
+    {"type": "image_url"}, {"type": "image_url", "image_url": {}},
+    {"type": "image_url", "image_url": {"detail": "low"}}, {"type": "file", "file": {"filename": "x"}},
+    {"type": "image_url", "image_url": {"url": "data:,x"}, "image": "data:,y"},
+    {"type": "image_url", "image_url": {"url": "data:,x", "data": "y"}}])
+def test_a_part_has_one_source(client, part):
+    answer = client(ScriptedModel("a")).post(URL, json={"messages": [{"role": "user", "content": [part]}]})
+    assert error_of(answer) == (400, "invalid_media", "messages[0].content[0]")
+
+
+def test_a_file_that_is_text_is_read_to_the_model(client):
+    model = Listener("a")
+    file = {"type": "file", "file": {"filename": "a.txt", "file_data": "data:text/plain;base64,aGVsbG8="}}
+    content = [{"type": "text", "text": "Read:"}, file, {"type": "text", "text": "What?"}]
+    assert client(model).post(URL, json={"messages": [{"role": "user", "content": content}]}).status_code == 200
+    assert model.messages[0].content.split() == ["Read:", "hello", "What?"] and not model.messages[0].media
 
 
 def test_how_to_sample_reaches_the_model(client):

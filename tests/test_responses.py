@@ -312,7 +312,9 @@ def test_a_reference_to_no_item_is_not_found(ready, id):
     ([call("A", arguments="{")], "invalid_value", "input[0].arguments"),
     ([output("A", None)], "invalid_value", "input[0].output"),
     ([output(None, "x")], "invalid_value", "input[0].call_id"),
-    ([output("A", [{"type": "input_image", "image_url": "data:"}])], "unsupported_content", "input[0].output[0]"),
+    ([output("A", [{"type": "input_image"}])], "invalid_media", "input[0].output[0]"),
+    ([message("system", [{"type": "input_image", "image_url": "data:"}])], "unsupported_content",
+     "input[0].content[0]"),
     ([{"type": "input_text", "text": "x"}, {"type": "input_file", "file_id": "f"}], "unsupported_content", "input[1]"),
     ([reasoning(content=[None])], "invalid_value", "input[0].content[0].text"),
     ([message("user", ["x"])], "invalid_value", "input[0].content[0]"), ([], "invalid_value", "input"),
@@ -324,10 +326,12 @@ def test_an_input_that_cannot_be_is_a_bad_request_by_name(ready, items, code, pa
 
 
 @pytest.mark.parametrize("kind", [kind for kind in main.MEDIA_PARTS if kind.startswith("input_")])
-def test_a_part_that_is_no_text_is_refused_by_name(ready, kind):
-    answer = post(ready(ScriptedModel("a")), [message("user", [*TWO_PARTS, {"type": kind}])], 400)
-    assert error_of(answer) == (400, "unsupported_content", "input[0].content[2]")
-    assert main.MEDIA_PARTS[kind] in answer.json()["error"]["message"]
+def test_a_part_that_the_model_has_no_sense_for_is_refused_by_name(ready, kind):
+    part = {"type": kind, "data": "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAACAkQBADs="}
+    answer = post(ready(ScriptedModel("a")), [message("user", [*TWO_PARTS, part])], 400)
+    assert error_of(answer) == (400, "unsupported_content", "input")
+    told = "image" if main.MEDIA_PARTS[kind] == "file" else main.MEDIA_PARTS[kind]
+    assert f"takes no {told}" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("kind", [

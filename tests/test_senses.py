@@ -1,18 +1,24 @@
 """Eyes and ears: tiny models of real families, built here, against transformers' own processor and `generate`."""
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import hashlib
+import io
+import json
 import queue
 import secrets
+import socket
+import wave
 from concurrent.futures import ThreadPoolExecutor
 
+import av
 import numpy
 import pytest
 import tiny
 import torch
-from conftest import main, tokens_of
+from conftest import main, parse_sse, text_of, tokens_of, wait_until
 from PIL import Image
 from transformers import AutoModelForMultimodalLM, AutoProcessor
 
@@ -535,3 +541,160 @@ def test_detail_and_bounds_of_pixels_reach_the_processor(pair):
     assert patches("qwen2_5_vl", max_pixels=1) < plain == patches("qwen2_5_vl", detail="low")
     assert patches("idefics3", detail="low") < patches("idefics3")
     assert patches("idefics3", detail="high") == patches("idefics3")
+
+
+# -- over HTTP -------------------------------------------------------------------------------------------------
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+SHOWN = {"image": ("qwen2_5_vl", "gemma3", "idefics3"), "video": ("qwen2_5_vl",), "audio": ("qwen2_audio",)}
+
+
+def png(seed=1):
+    file = io.BytesIO()
+    picture(seed).data.save(file, "PNG")
+    return file.getvalue()
+
+
+def mkv(seed=1):
+    """A film without loss."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as out:
+        stream = out.add_stream("ffv1", rate=1)
+        stream.width, stream.height, stream.pix_fmt = 90, 60, "bgr0"
+        for pixels in film(seed).data.frames:
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        out.mux(stream.encode())
+    return file.getvalue()
+
+
+def wav(seed=1):
+    samples = (sound(seed).data * 32767).astype("<i2")
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(16_000)
+        out.writeframes(samples.tobytes())
+    return file.getvalue()
+
+
+FILES = {"image": png, "video": mkv, "audio": wav}
+
+
+def as_url(data, kind):
+    return f"data:{kind}/x;base64,{base64.b64encode(data).decode()}"
+
+
+def seen(kind, data, settings):
+    """What the server is to make of a file."""
+    if kind == "audio":
+        return main.decode_audio(data, 16_000, "", settings)
+    return (main.decode_image if kind == "image" else main.decode_video)(data, "", settings)
+
+
+@pytest.fixture
+def serve(pair, client):
+    def make(family, **settings):
+        return client(pair(family).model, **settings)
+
+    return make
+
+
+def asked(http, parts, path=CHAT, **fields):
+    """The text of a greedy answer, and how many tokens the prompt had."""
+    turns = [{"role": "user", "content": parts}]
+    if path == RESPONSES:
+        answer = http.post(path, json={"input": turns, "temperature": 0, "max_output_tokens": 8, **fields})
+        assert answer.status_code == 200, answer.text
+        said = [part["text"] for item in answer.json()["output"] for part in item["content"]]
+        return "".join(said), answer.json()["usage"]["input_tokens"]
+    answer = http.post(path, json={"messages": turns, "temperature": 0, "max_tokens": 8, **fields})
+    assert answer.status_code == 200, answer.text
+    if fields.get("stream"):
+        chunks = [json.loads(frame["data"]) for frame in parse_sse(answer.text)[:-1]]
+        return text_of(parse_sse(answer.text)), chunks[-1]["usage"]["prompt_tokens"]
+    return answer.json()["choices"][0]["message"]["content"], answer.json()["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("kind,family", [(kind, family) for kind, families in SHOWN.items() for family in families])
+def test_what_a_client_shows_is_answered_as_generate_answers_it(pair, serve, settings, kind, family):
+    data = FILES[kind]()
+    shown = media(kind, seen(kind, data, settings()), ("file", kind))
+    ids, tokens, _ = pair(family).expected([("user", shown, "are the cat")])
+    text = pair(family).processor.tokenizer.decode(tokens[:8], skip_special_tokens=True)
+    http, url, words = serve(family), as_url(data, kind), "are the cat"
+    chat_part = {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
+    flat = {"image": {"type": "input_image", "image_url": url}, "video": {"type": "input_video", "video_url": url},
+            "audio": {"type": "input_audio", "input_audio": {"data": url.split(",")[1], "format": "wav"}}}[kind]
+
+    answers = [asked(http, [chat_part, {"type": "text", "text": words}]),
+               asked(http, [chat_part, {"type": "text", "text": words}], stream=True,
+                     stream_options={"include_usage": True}),
+               asked(http, [flat, {"type": "input_text", "text": words}], RESPONSES)]
+
+    assert answers == [(text, len(ids))] * 3
+
+
+IMAGE_FORMS = {
+    "object": lambda url: {"type": "image_url", "image_url": {"url": url, "detail": "high"}},
+    "string": lambda url: {"type": "image_url", "image_url": url}, "image": lambda url: {"type": "image", "image": url},
+    "hf": lambda url: {"type": "image", "url": url},
+    "base64": lambda url: {"type": "image", "image_base64": url.split(",")[1]},
+    "b64_json": lambda url: {"type": "image", "b64_json": url.split(",")[1]},
+    "file": lambda url: {"type": "file", "file": {"file_data": url, "filename": "a.png"}},
+    "bare file": lambda url: {"type": "file", "file": {"file_data": url.split(",")[1]}},
+    "input_image": lambda url: {"type": "input_image", "image_url": url},
+    "input_file": lambda url: {"type": "input_file", "file_data": url, "filename": "a.png"}}
+
+
+def test_a_picture_is_the_same_in_every_form_and_another_is_not(serve):
+    http, words = serve("qwen2_5_vl"), {"type": "text", "text": "are the cat"}
+    answers = {name: asked(http, [form(as_url(png(), "image")), words]) for name, form in IMAGE_FORMS.items()}
+    assert len(set(answers.values())) == 1, answers
+    assert asked(http, [IMAGE_FORMS["object"](as_url(png(2), "image")), words]) not in answers.values()
+
+
+def test_a_picture_stays_in_a_chain_and_in_a_tools_result_and_is_counted(serve):
+    http, part = serve("qwen2_5_vl"), {"type": "input_image", "image_url": as_url(png(), "image")}
+    fields = {"temperature": 0, "max_output_tokens": 4}
+    first = http.post(RESPONSES, json={"input": [{"role": "user", "content": [part]}], **fields}).json()
+    counted = http.post(f"{RESPONSES}/input_tokens", json={"input": [{"role": "user", "content": [part]}]}).json()
+    call = {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "a", "output": [part]}
+    then = http.post(RESPONSES, json={"input": [call, result], "previous_response_id": first["id"], **fields}).json()
+    listed = http.get(f"{RESPONSES}/{first['id']}/input_items").json()["data"]
+
+    assert counted["input_tokens"] == first["usage"]["input_tokens"]
+    assert then["usage"]["input_tokens"] > 2 * (first["usage"]["input_tokens"] - 12)
+    assert listed[0]["content"] == [part]
+
+
+def test_too_many_pictures_are_refused_before_any_is_looked_at(serve):
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    answer = serve("qwen2_5_vl", max_images=3).post(CHAT, json={"messages": [{"role": "user", "content": [part] * 4}]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_media", "messages[0].content[3]")
+
+
+@pytest.mark.parametrize("path,body", [
+    (CHAT, lambda url: {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]}),
+    (CHAT, lambda url: {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}]}]}),
+    (RESPONSES, lambda url: {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]}),
+    (RESPONSES, lambda url: {"input": [{"role": "user", "content": [{"type": "input_file", "file_url": url}]}]})])
+def test_nobody_inside_is_asked_for_media(serve, path, body):
+    http = serve("qwen2_5_vl")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        for host in ("127.0.0.1", "localhost", "0.0.0.0", "[::ffff:127.0.0.1]", "2130706433", "0x7f.1"):
+            answer = http.post(path, json=body(f"http://{host}:{port}/x"))
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_media"), host
+            assert str(port) not in answer.text
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def test_the_server_says_which_senses_its_model_has(serve):
+    http = serve("qwen2_5_vl", eager_load_model=True)
+    wait_until(lambda: http.get("/ready").json()["status"] == "ready")
+    senses = ["text", "image", "video"]
+    assert (http.get("/ready").json()["senses"], http.get("/v1/models").json()["data"][0]["senses"]) == (senses, senses)
