@@ -1225,8 +1225,8 @@ def _plain_text(data: bytes) -> str | None:
 def _pdf_text(data: bytes, where: str) -> str:
     texts, last = [], time.monotonic() + MAX_PDF_SECONDS
     with pypdf.apply_configuration(jbig2dec_binary=None, **dict.fromkeys(PDF_LIMITS, MAX_PDF_STREAM_BYTES)):
-        for page in pypdf.PdfReader(io.BytesIO(data)).pages:
-            texts.append(page.extract_text())
+        for sheet in pypdf.PdfReader(io.BytesIO(data)).pages:
+            texts.append(sheet.extract_text())
             if time.monotonic() > last:
                 raise bad_media(where, "this PDF takes too long to read; send its text")
     return "\n\n".join(texts)

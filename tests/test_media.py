@@ -169,7 +169,8 @@ opened = None  # while it is a list: the files that are opened
 
 
 def watch_opens(event, args):
-    if opened is not None and event == "open" and not str(args[0]).endswith((".py", ".pyc", ".so", ".pem")):
+    ours = (".py", ".pyc", ".so", ".pem", "<unknown>")  # the last is where a logged traceback looks for compiled lines
+    if opened is not None and event == "open" and not str(args[0]).endswith(ours):
         opened.append(str(args[0]))
 
 
