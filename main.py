@@ -856,7 +856,7 @@ MEDIA_KEYS = (  # where a part, or an object in it, has its media
     "image_url", "image", "image_base64", "b64_json", "video_url", "video", "audio_url", "audio", "input_audio", "file",
     "url", "data", "file_url", "file_data")
 MEDIA_OPTIONS = ("detail", "min_pixels", "max_pixels")
-MAX_SEEN_BYTES = 2**30  # of pixels and samples in one request
+MAX_SEEN_BYTES, MAX_URL_CHARACTERS = 2**30, 8192  # the first: of pixels and samples in one request
 PLAIN_URL = re.compile(  # the one form that no two parsers read differently; what follows the host cannot change it
     r"(https?)://([a-z0-9._-]*[a-z0-9_-]|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?(?:[/?][^\\\x00-\x20\x7f]*)?",
     re.ASCII | re.IGNORECASE)
@@ -869,7 +869,7 @@ CONTAINERS = "mov,matroska,webm,ogg,wav,w64,mp3,flac,aac,aiff,caf,amr,asf,avi,fl
 MAX_FRAME_PIXELS, MAX_FRAMES = 4096 * 2304, 1_000_000  # of a film
 MAX_DECODED_PIXELS = 10_000 * 1920 * 1080  # to find the frames of a film whose key frames are far apart
 SAMPLE_RATES = range(1000, 768_001)
-MAX_PDF_SECONDS, MAX_PDF_STREAM_BYTES = 20, 4 * 2**20  # 10 kB of PDF can take half a minute for each 4 MiB
+MAX_PDF_SECONDS, MAX_PDF_STREAM_BYTES = 20, 2**20  # a few kB of PDF can take eight seconds for each MiB
 PDF_LIMITS = [f"{name}_maximum_output_length" for name in ("zlib", "lzw", "run_length", "array_based_stream")]
 MAX_STREAMS, MAX_ALLOCATION_BYTES = 12, 32 * 2**20  # of a container; of any one thing that a decoder wants memory for
 Image.MAX_IMAGE_PIXELS = None  # ours is checked before a pixel is decoded; Pillow's would only warn
@@ -902,6 +902,8 @@ def media_source(part: Mapping[str, Any], where: str) -> MediaSource:
     [(key, url)] = given
     if key in ("data", "file_data", "image_base64", "b64_json") and url[:5].lower() != "data:":
         url = f"data:;base64,{url}"
+    if url[:5].lower() != "data:" and len(url) > MAX_URL_CHARACTERS:
+        raise bad_media(where, f"a URL may have {MAX_URL_CHARACTERS} characters")
     options = {name: value for name in MEDIA_OPTIONS if (value := held.get(name, part.get(name))) is not None}
     return MediaSource(MEDIA_PARTS[part["type"]], url, where, options)
 
@@ -1065,7 +1067,7 @@ def _decoding(what: str, where: str) -> Iterator[None]:
     except ApiError:
         raise
     except Exception:
-        log.info("%s: this %s could not be decoded", where, what, exc_info=True)
+        log.debug("%s: this %s could not be decoded", where, what, exc_info=True)
         raise bad_media(where, f"this {what} could not be decoded") from None
 
 
@@ -1212,7 +1214,7 @@ def file_text(data: bytes, where: str) -> str:
 
 
 def _is_pdf(data: bytes) -> bool:
-    return b"%PDF-" in data[:1024]
+    return data[:1024].lstrip(b"\xef\xbb\xbf\0 \t\r\n").startswith(b"%PDF-")
 
 
 def _plain_text(data: bytes) -> str | None:
@@ -3857,7 +3859,7 @@ def broken_off(kind: str, error: ApiError, index: int, result: Item | None) -> t
 # somebody who cancels, all pass through `_produce`. Readers are only counted.
 # ==============================================================================
 Load = Callable[[Settings, Report], Model]
-MAX_LOOKING = 4  # requests whose media are fetched and decoded at once
+MAX_FETCHING, MAX_FETCHED_BYTES = 16, 128 * 2**20  # requests at once, and of each
 MAX_CONVERSATION_BYTES = 64 * 2**20  # that a request may have put in front of it, or refer to
 
 
@@ -3888,8 +3890,10 @@ class Server:
         self._engine: Engine | None = None
         self._loading: asyncio.Future[Model] | None = None
         self._generations: dict[str, Generation] = {}
-        self._pool = ThreadPoolExecutor(2, "tokenize")
-        self._counting, self._looking = asyncio.Semaphore(), asyncio.Semaphore(MAX_LOOKING)
+        # Media have threads of their own, and whoever waits for somebody's network holds no place of those who look.
+        self._pool, self._media_pool = ThreadPoolExecutor(2, "tokenize"), ThreadPoolExecutor(2, "media")
+        self._counting, self._looking = asyncio.Semaphore(), asyncio.Semaphore(2)
+        self._fetching = asyncio.Semaphore(MAX_FETCHING)
 
     # -- life --------------------------------------------------------------------------------------------------
     async def start(self) -> None:
@@ -3929,6 +3933,7 @@ class Server:
         if self._engine:
             self._engine.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._media_pool.shutdown(wait=False, cancel_futures=True)
         if self.log:
             self.log.stop()
         log.info("stopped")
@@ -4056,43 +4061,57 @@ class Server:
         self._produce(generation, Accepted(len(prompt.tokens), sampling, dropped))
         self._engine.submit(job)
 
-    async def _perceived(self, model: Model, chat: Chat) -> Chat:
-        """The chat with its media fetched and decoded, one after the other: what they may take is bounded in all."""
+    async def _prepared(self, model: Model, chat: Chat, asked: int | None) -> tuple[Prompt, int]:
+        """The prompt, after its media have been fetched and decoded, and how many messages it lacks."""
+        room = asked or min(self.settings.max_tokens, model.context // 2)  # which matters only where turns may go
         sources = [source for message in chat.messages for source in message.media]
-        in_pool = functools.partial(self._loop.run_in_executor, self._pool)
+        if not sources:
+            return await self._loop.run_in_executor(self._pool, fitted, model, chat, room)
+        self._check_media(model, sources)
+        is_here = all(source.url[:5].lower() == "data:" for source in sources)
+        async with contextlib.nullcontext() if is_here else self._fetching:
+            data = await self._fetched(sources)
+        async with self._looking:  # what is decoded takes much memory
+            chat = await self._perceived(model, chat, sources, data)
+            return await self._loop.run_in_executor(self._media_pool, fitted, model, chat, room)
 
-        def check() -> None:
-            check_counts(sources, self.settings)
-            for source in sources:
-                if source.kind not in {"file", *model.senses}:
-                    raise unsensed(model.name, source.kind, source.where)
+    def _check_media(self, model: Model, sources: Sequence[MediaSource]) -> None:
+        check_counts(sources, self.settings)
+        for source in sources:
+            if source.kind not in {"file", *model.senses}:
+                raise unsensed(model.name, source.kind, source.where)
 
-        check()
-        found, held, last = dict[str, Media | str](), 0, time.monotonic() + 4 * self.settings.media_fetch_seconds
+    async def _fetched(self, sources: Sequence[MediaSource]) -> list[bytes]:
+        """The bytes of a request's media, in bounded time and size."""
+        data = list[bytes]()
+        try:
+            async with asyncio.timeout(2 * self.settings.media_fetch_seconds):
+                for source in sources:
+                    data.append(await fetch_media(source, self.settings))
+                    if sum(map(len, data)) > MAX_FETCHED_BYTES:
+                        raise bad_media(source.where, "the media of this request are too large together")
+        except TimeoutError:
+            raise bad_media(sources[len(data)].where, "the media of this request take too long to fetch") from None
+        return data
+
+    async def _perceived(self, model: Model, chat: Chat, sources: list[MediaSource], data: list[bytes]) -> Chat:
+        """The chat with its media decoded, one after the other: what they may take is bounded in all."""
+        in_pool = functools.partial(self._loop.run_in_executor, self._media_pool)
+        found, held = dict[str, Media | str](), 0
         for n, source in enumerate(sources):
-            if time.monotonic() > last:
-                raise bad_media(source.where, "the media of this request take too long to fetch")
-            data = await fetch_media(source, self.settings)
             if source.kind == "file":
-                sources[n] = source = dataclasses.replace(source, kind=await in_pool(kind_of, data))
-                check()
-            seen = found[source.mark] = await in_pool(perceive, source, data, model.audio_rate, self.settings)
+                sources[n] = source = dataclasses.replace(source, kind=await in_pool(kind_of, data[n]))
+                self._check_media(model, sources)
+            seen = found[source.mark] = await in_pool(perceive, source, data[n], model.audio_rate, self.settings)
             held += len(seen) if isinstance(seen, str) else seen.size
             if held > MAX_SEEN_BYTES:
                 raise bad_media(source.where, "the media of this request are too large together")
         return dataclasses.replace(chat, messages=tuple(_with_found(message, found) for message in chat.messages))
 
-    async def _prepared(self, model: Model, chat: Chat, asked: int | None) -> tuple[Prompt, int]:
-        room = asked or min(self.settings.max_tokens, model.context // 2)  # which matters only where turns may go
-        shows = any(message.media for message in chat.messages)
-        async with self._looking if shows else contextlib.nullcontext():  # what is decoded takes much memory
-            chat = await self._perceived(model, chat) if shows else chat
-            return await self._loop.run_in_executor(self._pool, fitted, model, chat, room)
-
     async def count(self, chat: Chat, asked: int | None) -> int:
-        """The tokens that a chat has as a prompt. One is counted at a time, so that answers are not kept waiting."""
-        model = await self._wait_for_model()
-        async with self._counting:
+        """The tokens that a chat has as a prompt. One text is counted at a time: answers are not kept waiting."""
+        model, shows = await self._wait_for_model(), any(message.media for message in chat.messages)
+        async with contextlib.nullcontext() if shows else self._counting:
             return len((await self._prepared(model, chat, asked))[0].tokens)
 
     def _deliver(self, call: Callable[..., None], *values: Any) -> None:

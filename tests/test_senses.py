@@ -14,6 +14,7 @@ import wave
 from concurrent.futures import ThreadPoolExecutor
 
 import av
+import httpx2
 import numpy
 import pytest
 import tiny
@@ -698,3 +699,34 @@ def test_the_server_says_which_senses_its_model_has(serve):
     wait_until(lambda: http.get("/ready").json()["status"] == "ready")
     senses = ["text", "image", "video"]
     assert (http.get("/ready").json()["senses"], http.get("/v1/models").json()["data"][0]["senses"]) == (senses, senses)
+
+
+def test_nobody_waits_for_the_network_of_others(pair, live):
+    words = {"type": "text", "text": "are the cat"}
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent, ThreadPoolExecutor(20) as clients:
+        place = f"127.0.0.1:{silent.getsockname()[1]}"
+        base = live(pair("qwen2_5_vl").model, media_allow_hosts=place, media_fetch_seconds=30)
+        with httpx2.Client(base_url=base, timeout=60) as http:
+            stuck = {"type": "image_url", "image_url": f"http://{place}/x"}
+            waiting = [clients.submit(http.post, CHAT, json={"messages": [{"role": "user", "content": [stuck]}]})
+                       for _ in range(18)]
+            wait_until(lambda: http.get("/ready").json()["queued"] == 18)
+
+            answers = [asked(http, [words]), asked(http, [IMAGE_FORMS["string"](as_url(png(), "image")), words])]
+
+            assert all(answers) and not any(answer.done() for answer in waiting)
+            for session in http.get("/v1/sessions").json()["data"]:
+                http.post(f"/v1/cancel/{session['id']}")
+
+
+def test_a_url_beyond_all_measure_is_refused_before_it_is_read(serve):
+    part = {"type": "image_url", "image_url": "http://example.org/" + "a" * 9000}
+    answer = serve("qwen2_5_vl").post(CHAT, json={"messages": [{"role": "user", "content": [part]}]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_media", "messages[0].content[0]")
+
+
+def test_a_text_that_speaks_of_pdf_is_a_text(serve):
+    text = b"A PDF begins with %PDF-1.7."
+    part = {"type": "file", "file": {"file_data": base64.b64encode(text).decode()}}
+    assert asked(serve("qwen2_5_vl"), [part])[1] > 0
