@@ -9,7 +9,7 @@ keeps them (8) -> any number of readers send them (11).
 
 Who owns what: the event loop owns the server, its sessions and its readers. Three daemon threads stand beside it, one
 each for loading, for the engine (model, caches, batch) and for SQLite. They take work from a queue and answer by
-`loop.call_soon_threadsafe`. Tokenising runs in a small pool.
+`loop.call_soon_threadsafe`. Tokenising runs in a small pool, decoding in another.
 
     uvicorn main:app --port 3000          or          python main.py
 """
@@ -135,7 +135,8 @@ class Settings(BaseModel, frozen=True):
         50, gt=0, description="Most pixels of one image. All frames of one video together are made to fit, too.")
     max_video_frames: int = Field(16, ge=1, description="Frames sampled from one video.")
     max_audio_seconds: float = Field(600, gt=0, description="Longest sound that is listened to.")
-    media_fetch_seconds: float = Field(15, gt=0, description="How long the fetching of one URL may take in all.")
+    media_fetch_seconds: float = Field(
+        15, gt=0, description="How long one URL may take to fetch; twice that is for all of a request.")
 
     persist_sessions: bool = Field(True, description="Keep frames in SQLite, so that they outlive the process.")
     sessions_db_path: Path = Field(Path("data/sessions.db"), description="The SQLite file.")
