@@ -6,7 +6,7 @@ from typing import get_type_hints
 
 import httpx2
 import pytest
-from conftest import ScriptedModel, chat, main
+from conftest import ScriptedModel, chat, main, wait_until
 from fastapi.testclient import TestClient
 from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params
@@ -362,6 +362,55 @@ def test_a_body_of_exactly_the_cap_is_read(served):
     accepted(post(served, body + b" " * (MIB - len(body))))
 
 
+def film(size):
+    """A request with a film of so many bytes, as far as a parser can tell."""
+    body = chat(media := "data:video/mp4;base64,")
+    body["messages"][0]["content"] = [{"type": "video_url", "video_url": {"url": media + "QUJD" * (size // 3)}}]
+    return json.dumps(body).encode()
+
+
+class Seeing(ScriptedModel):
+    senses = frozenset({"image", "video"})
+
+
+def test_a_body_may_be_as_large_as_its_media(client, caplog):
+    served = client(Seeing("a"), max_body_mib=1, max_media_mib=4)
+    for content in (film(3 * MIB), (piece for piece in [film(3 * MIB)])):
+        answer = served.post(URL, content=content, headers={"content-type": "application/json"})
+        assert refused(answer, code="invalid_media", param="messages[0].content[0]").endswith("could not be decoded.")
+    refused(post(served, film(6 * MIB)), 413, "body_too_large")
+    assert served.app.state.server.body_bytes == 0
+
+
+@pytest.mark.parametrize("content", [b"[[]," * (2 * MIB // 4), b"x " * (2 * MIB)], ids=["lists", "words"])
+def test_what_is_no_media_is_bounded_as_ever(client, content):
+    served = client(Seeing("a"), max_body_mib=1, max_media_mib=64)
+    answer = served.post(URL, content=content, headers={"content-type": "application/json"})
+    assert "without its media" in refused(answer, 413, "body_too_large")
+
+
+def test_a_model_that_takes_no_media_takes_no_body_of_their_size(client):
+    served = client(ScriptedModel("fine"), max_body_mib=1)
+    accepted(post(served, chat()))
+    refused(post(served, film(2 * MIB)), 413, "body_too_large")
+
+
+def test_large_bodies_are_bounded_together(live, monkeypatch):
+    monkeypatch.setattr(main, "MAX_BODIES_BYTES", 5 * MIB)
+    base = live(Seeing("a"), max_body_mib=1)
+    host, port = base.removeprefix("http://").split(":")
+    body = film(4 * MIB)
+    with socket.create_connection((host, int(port)), timeout=30) as slow:
+        head = f"POST {URL} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        slow.sendall(head.encode() + b"\r\n\r\n" + body[:-1])
+        wait_until(lambda: httpx2.post(f"{base}{URL}", content=body, timeout=30, headers={
+            "content-type": "application/json"}).status_code == 429)
+        slow.sendall(body[-1:])
+        assert slow.recv(4096).startswith(b"HTTP/1.1 400 ")  # what it holds is no film
+    assert httpx2.post(f"{base}{URL}", content=body, timeout=30, headers={
+        "content-type": "application/json"}).status_code == 400
+
+
 @pytest.mark.parametrize("path", ["/v1/cancel/x", "/nowhere", "/health"])
 def test_the_cap_holds_on_every_route(served, path):
     answer = served.request("POST", path, content=b" " * (MIB + 1), headers={"content-type": "application/json"})
@@ -372,7 +421,9 @@ def test_the_cap_holds_on_every_route(served, path):
     b"content-length: 99999999\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n200001\r\n" + b" " * 0x200001 + b"\r\n"],
     ids=["length", "chunked"])
 def test_a_body_beyond_the_cap_is_refused_before_it_has_come(live, start):
-    host, port = live(ScriptedModel(), max_body_mib=1).removeprefix("http://").split(":")
+    base = live(ScriptedModel("a"), max_body_mib=1)
+    assert httpx2.post(f"{base}{URL}", json=chat(), timeout=30).status_code == 200  # it is known to take no media
+    host, port = base.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         connection.sendall(f"POST {URL} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode() + start)
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
