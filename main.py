@@ -42,6 +42,8 @@ import socket
 import sqlite3
 import string
 import struct
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -58,7 +60,6 @@ import anyio
 import av
 import httpx2
 import numpy
-import pypdf
 import uvicorn
 from dotenv import dotenv_values, load_dotenv
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
@@ -873,11 +874,21 @@ CONTAINERS = "mov,matroska,webm,ogg,wav,w64,mp3,flac,aac,aiff,caf,amr,asf,avi,fl
 MAX_FRAME_PIXELS, MAX_FRAMES = 4096 * 2304, 1_000_000  # of a film
 MAX_DECODED_PIXELS = 10_000 * 1920 * 1080  # to find the frames of a film whose key frames are far apart
 SAMPLE_RATES = range(1000, 768_001)
-MAX_PDF_SECONDS, MAX_PDF_STREAM_BYTES = 20, 2**20  # a few kB of PDF can take eight seconds for each MiB
-PDF_LIMITS = [f"{name}_maximum_output_length" for name in ("zlib", "lzw", "run_length", "array_based_stream")]
+MAX_PDF_SECONDS, MAX_PDF_BYTES = 20, 2**31  # of memory; a few kB of PDF can take more, so a process of its own reads it
+READ_PDF = """
+import contextlib, io, sys, pypdf
+with contextlib.suppress(ImportError, OSError, ValueError):
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, ({memory}, {memory}))
+limits = ("zlib", "lzw", "run_length", "array_based_stream")
+limits = dict.fromkeys([name + "_maximum_output_length" for name in limits], 2**20)
+with pypdf.apply_configuration(jbig2dec_binary=None, **limits):
+    sheets = pypdf.PdfReader(io.BytesIO(sys.stdin.buffer.read())).pages
+    text = "\\n\\n".join(sheet.extract_text() for sheet in sheets)
+sys.stdout.buffer.write(text.encode("utf-8", "replace"))
+"""
 MAX_STREAMS, MAX_ALLOCATION_BYTES = 12, 32 * 2**20  # of a container; of any one thing that a decoder wants memory for
 Image.MAX_IMAGE_PIXELS = None  # ours is checked before a pixel is decoded; Pillow's would only warn
-logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it quotes what it reads
 with contextlib.suppress(AttributeError, OSError):  # Windows hides it. Else 2 kB of MP4 can ask FFmpeg for gigabytes
     ctypes.CDLL(av._core.__file__).av_max_alloc(ctypes.c_size_t(MAX_ALLOCATION_BYTES))
 
@@ -1229,13 +1240,12 @@ def _plain_text(data: bytes) -> str | None:
 
 
 def _pdf_text(data: bytes, where: str) -> str:
-    texts, last = [], time.monotonic() + MAX_PDF_SECONDS
-    with pypdf.apply_configuration(jbig2dec_binary=None, **dict.fromkeys(PDF_LIMITS, MAX_PDF_STREAM_BYTES)):
-        for sheet in pypdf.PdfReader(io.BytesIO(data)).pages:
-            texts.append(sheet.extract_text())
-            if time.monotonic() > last:
-                raise bad_media(where, "this PDF takes too long to read; send its text")
-    return "\n\n".join(texts)
+    command = [sys.executable, "-P", "-c", READ_PDF.format(memory=MAX_PDF_BYTES)]
+    try:  # what it complains of quotes what it reads, and is not for the log
+        done = subprocess.run(command, input=data, capture_output=True, check=True, timeout=MAX_PDF_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise bad_media(where, "this PDF takes too long to read; send its text") from None
+    return done.stdout.decode()
 
 
 # ==============================================================================

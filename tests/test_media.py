@@ -170,7 +170,7 @@ opened = None  # while it is a list: the files that are opened
 
 def watch_opens(event, args):
     ours = (".py", ".pyc", ".so", ".pem", "<unknown>")  # the last is where a logged traceback looks for compiled lines
-    if opened is not None and event == "open" and not str(args[0]).endswith(ours):
+    if opened is not None and event == "open" and not (isinstance(args[0], int) or str(args[0]).endswith(ours)):
         opened.append(str(args[0]))
 
 
