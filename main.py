@@ -3628,10 +3628,11 @@ def check_response(body: ResponsesRequest, settings: Settings) -> None:
                        "unsupported_parameter", "tools[0].type")
 
 
-def response_items(body: ResponsesRequest, id: str) -> list[Item]:
-    """The input as a list of items, whole and each with an id of its own or one made of `id`. References are left for
-    somebody who can look them up."""
-    items, loose = list[Item](), None  # the content of a message for parts that come without one
+def response_items(body: ResponsesRequest, id: str) -> tuple[list[Item], dict[str, str]]:
+    """The input as a list of items, whole and each with an id of its own or one made of `id`, and the places of these
+    ids. References are left for somebody who can look them up."""
+    items, places = list[Item](), dict[str, str]()
+    loose = None  # the content of a message for parts that come without one
     for n, given in enumerate([InputItem(role="user", content=body.input)] if isinstance(body.input, str)
                               else body.input or []):
         if isinstance(given, Foreign):
@@ -3646,9 +3647,10 @@ def response_items(body: ResponsesRequest, id: str) -> list[Item]:
         else:
             loose = None
             items.append({"id": own_id} | _whole_item(given, kind, where))
+            places[own_id] = where
     if repeated := [id for id, count in Counter(item["id"] for item in items).items() if count > 1]:
         raise invalid_value("input", f"the id `{repeated[0]}` is there more than once")
-    return items
+    return items, places
 
 
 def _whole_item(given: InputItem, kind: str, where: str) -> Item:
@@ -3672,8 +3674,10 @@ def _whole_item(given: InputItem, kind: str, where: str) -> Item:
     return item
 
 
-def response_messages(items: Iterable[Item], instructions: Iterable[str]) -> tuple[Message, ...]:
-    """The items as a chat: all that is the system's in front, and what one answer consists of in one message."""
+def response_messages(items: Iterable[Item], instructions: Iterable[str],
+                      places: Mapping[str, str]) -> tuple[Message, ...]:
+    """The items as a chat: all that is the system's in front, and what one answer consists of in one message. `places`
+    are those of items in the request, by their ids."""
     system, said = [*instructions], list[Message]()
     names: dict[str, str] = {}  # of the functions, by their calls' ids
 
@@ -3684,11 +3688,13 @@ def response_messages(items: Iterable[Item], instructions: Iterable[str]) -> tup
         said[-1] = dataclasses.replace(said[-1], **{key: value})
 
     for item in items:
+        place = places.get(item["id"])
+        where = f"{place}.{'output' if 'output' in item else 'content'}[{{n}}]" if place else "input"
         match item:
             case {"type": "message", "role": "assistant", "content": content}:
                 add("content", joined_text(content), "content", "tool_calls")
             case {"type": "message", "role": "user", "content": content}:
-                text, media = said_by(content, "input")
+                text, media = said_by(content, where)
                 said.append(Message("user", text, media=media))
             case {"type": "message", "content": content}:
                 system.append(joined_text(content))
@@ -3701,16 +3707,16 @@ def response_messages(items: Iterable[Item], instructions: Iterable[str]) -> tup
                     add("tool_calls", function_call(id, name, from_json(whole)))
                     names[id] = name
             case {"type": "function_call_output", "call_id": id, "output": output}:
-                text, media = said_by(output, "input")
+                text, media = said_by(output, where)
                 said.append(Message("tool", text, names.get(id), (), id, None, media))
     front = "\n\n".join(filter(None, system))
     return (Message("system", front), *said) if front else tuple(said)
 
 
-def response_values(body: ResponsesRequest, items: Sequence[Item]) -> Chat:
-    """What is asked, as values; `items` are those of earlier answers and of this request."""
+def response_values(body: ResponsesRequest, items: Sequence[Item], places: Mapping[str, str]) -> Chat:
+    """What is asked, as values; `items` are those of earlier answers and of this request, with their `places` in it."""
     text = body.text or TextOptions()
-    messages = response_messages(items, filter(None, (body.instructions, VERBOSITY.get(text.verbosity))))
+    messages = response_messages(items, filter(None, (body.instructions, VERBOSITY.get(text.verbosity))), places)
     if all(message.role == "system" for message in messages):
         raise invalid_value("input", "there is nothing to answer")
     functions = {f"tools[{n}]": tool for n, tool in enumerate(body.tools or []) if isinstance(tool, FunctionTool)}
@@ -4485,8 +4491,9 @@ async def responses(request: Request, body: ResponsesRequest, server: ServerDep)
     if reader := await resumed(request, body, server, ResponseReply, headers):
         return reader
     id = secrets.token_hex(16)
-    before, own = await server.conversation(body, response_items(body, id))
-    chat, sampling = response_values(body, before + own), response_sampling(body, server.settings)
+    items, places = response_items(body, id)
+    before, own = await server.conversation(body, items)
+    chat, sampling = response_values(body, before + own, places), response_sampling(body, server.settings)
     reply = ResponseReply(ResponseReply.prefix + id, server.settings.served_id, body, sampling)
     asked, begun = (None, None) if body.store is False else ({"input": own}, reply.result())
     return await respond(request, server, body, headers, reply, chat, sampling, asked=asked, begun=begun,
@@ -4497,8 +4504,9 @@ async def responses(request: Request, body: ResponsesRequest, server: ServerDep)
 async def count_input_tokens(body: ResponsesRequest, server: ServerDep) -> JSONResponse:
     headers = ignored_fields(body)
     check_response(body, server.settings)
-    before, own = await server.conversation(body, response_items(body, ""))
-    count = await server.count(response_values(body, before + own), body.max_output_tokens)
+    items, places = response_items(body, "")
+    before, own = await server.conversation(body, items)
+    count = await server.count(response_values(body, before + own, places), body.max_output_tokens)
     return JSONResponse({"object": "response.input_tokens", "input_tokens": count}, headers=headers)
 
 

@@ -329,7 +329,7 @@ def test_an_input_that_cannot_be_is_a_bad_request_by_name(ready, items, code, pa
 def test_a_part_that_the_model_has_no_sense_for_is_refused_by_name(ready, kind):
     part = {"type": kind, "data": "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAACAkQBADs="}
     answer = post(ready(ScriptedModel("a")), [message("user", [*TWO_PARTS, part])], 400)
-    assert error_of(answer) == (400, "unsupported_content", "input")
+    assert error_of(answer) == (400, "unsupported_content", "input[0].content[2]")
     told = "image" if main.MEDIA_PARTS[kind] == "file" else main.MEDIA_PARTS[kind]
     assert f"takes no {told}" in answer.json()["error"]["message"]
 
