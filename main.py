@@ -4028,8 +4028,8 @@ class Server:
     async def begin(self, session: Session, reply: Reply, chat: Chat, sampling: Sampling, *, early: bool = False,
                     background: bool = False) -> None:
         """Make a session, on disk too, and start its generation. `early`: the client is answered before the end, and
-        where it has to wait for the model, at once, so a refusal becomes a frame; else the session is dropped and its
-        `error` says why."""
+        where it has to wait for the model, at once, or else soon, so a refusal becomes a frame; until then the session
+        is dropped and its `error` says why."""
         if self.draining:
             raise ApiError(503, "The server is stopping.", "server_stopping", headers={"retry-after": "10"})
         limit = self.settings.max_concurrent_requests + self.settings.max_queued_requests
@@ -4051,8 +4051,19 @@ class Server:
         elif session.error:
             self.store.forget(session.id)
         self._make_room()
-        if early and not generation.announced and not await session.until(1) and session.error:
-            raise session.error
+        if early and not generation.announced:
+            await self._first_frame(generation)
+
+    async def _first_frame(self, generation: Generation) -> None:
+        """Wait for it, or for as long as a client and its proxies may be left without a sign. Raises a refusal that
+        comes in time to be a status."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.keepalive_seconds):
+                if not await generation.session.until(1) and generation.session.error:
+                    raise generation.session.error
+                return
+        generation.announced = True
+        self._produce(generation, Queued())
 
     def _make_room(self) -> None:
         """While requests queue, what nobody reads goes first: the one whose last reader left longest ago."""
