@@ -861,7 +861,8 @@ MEDIA_KEYS = (  # where a part, or an object in it, has its media
     "image_url", "image", "image_base64", "b64_json", "video_url", "video", "audio_url", "audio", "input_audio", "file",
     "url", "data", "file_url", "file_data")
 MEDIA_OPTIONS = ("detail", "min_pixels", "max_pixels")
-MAX_SEEN_BYTES, MAX_URL_CHARACTERS = 2**30, 8192  # the first: of pixels and samples in one request
+MAX_SEEN_BYTES, MAX_URL_CHARACTERS = 2**29, 8192  # the first: of pixels and samples in one request
+MAX_SHOWN_PIXELS = 2**24  # of a picture: no model looks more closely, and each pixel costs its processor tens of bytes
 PLAIN_URL = re.compile(  # the one form that no two parsers read differently; what follows the host cannot change it
     r"(https?)://([a-z0-9._-]*[a-z0-9_-]|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?(?:[/?][^\\\x00-\x20\x7f]*)?",
     re.ASCII | re.IGNORECASE)
@@ -1097,7 +1098,10 @@ def decode_image(data: bytes, where: str, settings: Settings) -> Image.Image:
         if image.has_transparency_data:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        return image.convert("RGB")
+        image = image.convert("RGB")
+        if (factor := math.sqrt(MAX_SHOWN_PIXELS / (image.width * image.height))) < 1:
+            image.thumbnail((image.width * factor, image.height * factor))
+        return image
 
 
 def _open(data: bytes) -> av.container.InputContainer:
@@ -2120,7 +2124,8 @@ class Model:
                 raise ValueError("the processor lost some of the media")
             return sensed
         except Exception as error:  # a door to foreign code: processors raise whatever they like
-            log.exception("the processor refused media")
+            log.warning("the processor refused media: %s", type(error).__name__)
+            log.debug("it said", exc_info=True)
             raise ApiError(400, "The model's processor cannot take these media together with these messages.",
                            "unsupported_content", param) from error
 
@@ -4177,6 +4182,7 @@ class Server:
                 status, why = "cancelled" if reason == "cancelled" else "completed", why or reason
             case Failed(error):
                 status, why, session.error = "failed", error.code, error
+                error.__traceback__ = error.__context__ = error.__cause__ = None  # they hold on to media
         if session.error and not session.made and not generation.announced:  # nobody has heard of it yet
             self.store.forget(session.id)
             session.publish([], status, time.time())

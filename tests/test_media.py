@@ -601,6 +601,12 @@ def test_s8_a_picture_of_too_many_pixels_is_refused_before_any_is_decoded():
 
 
 @linux
+def test_a_picture_larger_than_any_model_looks_at_is_made_smaller():
+    seen = image(saved(Image.new("RGB", (6000, 4000), "red"), "PNG"))
+    assert seen.width * seen.height <= 2**24 < 1.01 * seen.width * seen.height
+    assert seen.width / seen.height == pytest.approx(1.5, abs=0.01) and seen.getpixel((99, 99)) == (255, 0, 0)
+
+
 def test_s8_a_text_chunk_that_unpacks_to_a_gigabyte_is_refused():
     bomb = bare_png(8, 8, (b"zTXt", b"a\0\0" + zlib.compress(bytes(2**28))))
     with little_memory(80):
