@@ -924,16 +924,18 @@ def media_source(part: Mapping[str, Any], where: str) -> MediaSource:
     return MediaSource(MEDIA_PARTS[part["type"]], url, where, options)
 
 
-def perceive(source: MediaSource, data: bytes, rate: int, settings: Settings) -> Media | str:
-    """What there is to see or hear in the bytes of a source; the text of a file that is one."""
+def perceive(source: MediaSource, data: bytes, rate: int | None, settings: Settings) -> tuple[Media, ...] | str:
+    """What there is to see and hear in the bytes of a source, a film's sound too; the text of a file that is one.
+    `rate` is that of a model that hears."""
     if (kind := source.kind) == "file":
         return file_text(data, source.where)
     key = hashlib.blake2b(f"{kind} {sorted(source.options.items())} ".encode() + data, digest_size=16).digest()
     if kind == "audio":
-        seen = decode_audio(data, rate, source.where, settings)
-    else:
-        seen = (decode_image if kind == "image" else decode_video)(data, source.where, settings)
-    return Media(kind, source.mark, seen, key, source.options)
+        return (Media(kind, source.mark, decode_audio(data, rate, source.where, settings), key, source.options),)
+    seen = (decode_image if kind == "image" else decode_video)(data, source.where, settings)
+    shown = Media(kind, source.mark, seen, key, source.options)
+    heard = _heard(data, rate, source.where, settings) if kind == "video" and rate and seen.has_sound else ()
+    return (shown, Media("audio", f"{source.mark}sound", heard, key)) if len(heard) else (shown,)
 
 
 def bad_media(where: str, fault: str) -> ApiError:
@@ -1195,7 +1197,13 @@ def _shrunk(frame: av.VideoFrame, pixels: float) -> dict[str, int]:
 
 def decode_audio(data: bytes, rate: int, where: str, settings: Settings) -> numpy.ndarray:
     """The sound of a recording or a film as float32 samples, all channels in one."""
-    pieces, seconds = [], 0.0
+    if not len(samples := _heard(data, rate, where, settings)):
+        raise bad_media(where, "there is no sound in it")
+    return samples
+
+
+def _heard(data: bytes, rate: int, where: str, settings: Settings) -> numpy.ndarray:
+    pieces, seconds = [numpy.zeros(0, numpy.float32)], 0.0
     with _decoding("audio", where), _open(data) as sound:
         resampler = av.AudioResampler("flt", "mono", rate)
         for frame in itertools.chain(sound.decode(audio=0) if sound.streams.audio else (), [None]):
@@ -1203,8 +1211,6 @@ def decode_audio(data: bytes, rate: int, where: str, settings: Settings) -> nump
             if seconds > settings.max_audio_seconds or (frame and frame.sample_rate not in SAMPLE_RATES):
                 raise bad_media(where, f"a sound may have {settings.max_audio_seconds:g} seconds and 1 to 768 kHz")
             pieces += [piece.to_ndarray()[0] for piece in resampler.resample(frame) if piece]  # None: what it holds yet
-        if not pieces:
-            raise bad_media(where, "there is no sound in it")
         return numpy.concatenate(pieces)
 
 
@@ -2080,8 +2086,12 @@ class Model:
         size += sum(len(str(tool.shown)) for tool in chat.tools)
         if (least := -(-size // self._longest_token)) > self.context:
             raise context_error(self.context, f"at least {least}", chat.param)
-        for kind in sorted({item.kind for message in chat.messages for item in message.media} - self.senses):
+        shown = [item for message in chat.messages for item in message.media]
+        for kind in sorted({item.kind for item in shown} - self.senses):
             raise unsensed(self.name, kind, chat.param)
+        if shown:
+            self._check_sizes(shown, chat.param)
+            chat = dataclasses.replace(chat, messages=tuple(map(self._in_pieces, chat.messages)))
         nonce = secrets.token_hex(8)  # a text that guessed the marker could smuggle control tokens after all
         marker, mark = re.compile(f"x{nonce}x([0-9a-f]+)x"), lambda match: f"x{nonce}x{match[0].encode().hex()}x"
         rendered, opening, media = self._render(chat, functools.partial(self._specials.sub, mark))
@@ -2106,6 +2116,45 @@ class Model:
         if chat.continues and self.reader(prompt, ()).begins_call:
             raise invalid_value(chat.param, "the last message begins a call, which cannot be continued")
         return prompt
+
+    def _check_sizes(self, media: Iterable[Media], param: str) -> None:
+        """Refuse pictures that cannot fit, before the processor makes much more of them than they are."""
+        shown, least = [item for item in media if item.kind == "image"], 0
+        with contextlib.suppress(Exception):  # a door to foreign code: not every processor knows beforehand
+            bounds, sizes = {}, [(item.data.height, item.data.width) for item in shown]
+            if fine := _fineness(shown, self._processor.image_processor):  # without a size, they are small
+                bounds = {"min_pixels": fine["size"]["shortest_edge"], "max_pixels": fine["size"]["longest_edge"]}
+            least = sum(self._processor._get_num_multimodal_tokens(sizes, **bounds)["num_image_tokens"])
+        if least > self.context:
+            raise context_error(self.context, f"at least {least}", param)
+
+    def _in_pieces(self, message: Message) -> Message:
+        """A message with its long sounds in pieces, of which the processor cuts none."""
+        content, media = message.content, []
+        for item in message.media:
+            pieces, most = [item], self._longest_sound if item.kind == "audio" else 0
+            if most and (count := -(-(len(item.data) - self.audio_rate // 10) // most)) > 1:  # less is a codec's rest
+                pieces = [dataclasses.replace(item, mark=f"{item.mark}in{n}", data=data, key=b"%s %d" % (item.key, n))
+                          for n, data in enumerate(numpy.array_split(item.data, count))]
+            content = content.replace(item.mark, "".join(piece.mark for piece in pieces))
+            media += pieces
+        return dataclasses.replace(message, content=content, media=tuple(media))
+
+    @functools.cached_property
+    def _longest_sound(self) -> int:
+        """How many samples the processor keeps of one sound, where it cuts the rest and says nothing; 0: all."""
+        part, text = getattr(self._processor, self._parts["audio"]), self._placeholders["audio"]
+        declared = inspect.signature(part.__call__).parameters.get("max_length")
+        most = getattr(part, "n_samples", None) or (declared and declared.default) or 0
+
+        def encoded(text: str) -> Encoded:
+            return Encoded([(0, self._decoder.encode(text, add_special_tokens=False))])
+
+        def tokens(count: int) -> int:
+            silence = Media("audio", "", numpy.zeros(count, numpy.float32), b"silence %d" % count)
+            return self._sensed(text, [silence], encoded, "")["input_ids"].shape[1]
+
+        return most if most and tokens(most) == tokens(most + self.audio_rate) else 0
 
     def _sensed(self, text: str, media: Sequence[Media], encoded: Callable[[str], Encoded], param: str) -> Any:
         """The tokens of a text with placeholders and what the network takes beside them, by the model's processor."""
@@ -4138,13 +4187,13 @@ class Server:
     async def _perceived(self, model: Model, chat: Chat, sources: list[MediaSource], data: list[bytes]) -> Chat:
         """The chat with its media decoded, one after the other: what they may take is bounded in all."""
         in_pool = functools.partial(self._loop.run_in_executor, self._media_pool)
-        found, held = dict[str, Media | str](), 0
+        found, held = dict[str, tuple[Media, ...] | str](), 0
         for n, source in enumerate(sources):
             if source.kind == "file":
                 sources[n] = source = dataclasses.replace(source, kind=await in_pool(kind_of, data[n]))
                 self._check_media(model, sources)
             seen = found[source.mark] = await in_pool(perceive, source, data[n], model.audio_rate, self.settings)
-            held += len(seen) if isinstance(seen, str) else seen.size
+            held += len(seen) if isinstance(seen, str) else sum(item.size for item in seen)
             if held > MAX_SEEN_BYTES:
                 raise bad_media(source.where, "the media of this request are too large together")
         return dataclasses.replace(chat, messages=tuple(_with_found(message, found) for message in chat.messages))
@@ -4282,14 +4331,15 @@ class Server:
         raise ApiError(404, "There is no such session, or it has expired.", "session_not_found")
 
 
-def _with_found(message: Message, found: Mapping[str, Media | str]) -> Message:
+def _with_found(message: Message, found: Mapping[str, tuple[Media, ...] | str]) -> Message:
     """A message whose sources have become media, or text where files were texts."""
     content, media = message.content, []
     for source in message.media:
         if isinstance(seen := found[source.mark], str):
             content = content.replace(source.mark, f"\n{seen}\n")
         else:
-            media.append(seen)
+            content = content.replace(source.mark, "".join(item.mark for item in seen))
+            media += seen
     return dataclasses.replace(message, content=content, media=tuple(media))
 
 

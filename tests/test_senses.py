@@ -533,6 +533,27 @@ def test_kept_media_are_bounded():
     assert len(shelf._kept) == 2 and shelf._bytes == 800
 
 
+@pytest.mark.parametrize("family,longest", [("qwen2_audio", 2), ("qwen2_5_omni", 2), ("gemma4", 30)])
+def test_a_sound_longer_than_the_processor_keeps_is_heard_in_pieces(pair, family, longest):
+    model, long = pair(family).model, sound(1, longest * 2.5)
+    pieces = [media("audio", data, ("piece", n)) for n, data in enumerate(numpy.array_split(long.data, 3))]
+    ids, answer, _ = pair(family).expected(question(*pieces))
+    assert model.prepare(chat(question(long))).tokens == ids
+    assert tokens_of(ask(model, question(long))[0]) == answer
+    whole, with_rest = (model.prepare(chat(question(sound(2, seconds)))) for seconds in (longest, longest + 0.05))
+    assert len(whole.tokens) == len(with_rest.tokens)  # as codecs leave it
+
+
+def test_pictures_that_cannot_fit_are_refused_before_they_are_processed(pair):
+    model = pair("qwen2_5_vl").model
+    kept = len(model._kept_media._kept)
+    for options in ({}, {"detail": "high"}, {"max_pixels": 10**9}):
+        with pytest.raises(main.ApiError, match="at least 2160 tokens") as refusal:
+            model.prepare(chat(question(*(picture(n, 170, 170, **options) for n in range(60)))))
+        assert refusal.value.code == "context_length_exceeded" and len(model._kept_media._kept) == kept
+    assert model.prepare(chat(question(*(picture(n, 170, 170, max_pixels=3136) for n in range(60)))))
+
+
 def test_detail_and_bounds_of_pixels_reach_the_processor(pair):
     def patches(family, **options):
         return len(pair(family).model.prepare(chat(question(picture(5, 160, 120, **options)))).tokens)
@@ -546,7 +567,7 @@ def test_detail_and_bounds_of_pixels_reach_the_processor(pair):
 
 # -- over HTTP -------------------------------------------------------------------------------------------------
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
-SHOWN = {"image": ("qwen2_5_vl", "gemma3", "idefics3"), "video": ("qwen2_5_vl",), "audio": ("qwen2_audio",)}
+SHOWN = {"image": SEEING, "video": FILMS, "audio": HEARING}
 
 
 def png(seed=1):
@@ -555,13 +576,19 @@ def png(seed=1):
     return file.getvalue()
 
 
-def mkv(seed=1):
-    """A film without loss."""
+def mkv(seed=1, frames=4, heard=None):
+    """A film without loss, with a sound if one is given."""
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as out:
-        stream = out.add_stream("ffv1", rate=1)
+        stream, track = out.add_stream("ffv1", rate=1), heard and out.add_stream("pcm_s16le", rate=16_000)
         stream.width, stream.height, stream.pix_fmt = 90, 60, "bgr0"
-        for pixels in film(seed).data.frames:
+        if heard:
+            track.layout = "mono"
+            samples = av.AudioFrame.from_ndarray((heard.data * 32767).astype("<i2")[None], "s16", "mono")
+            samples.sample_rate = 16_000
+            out.mux(track.encode(samples))
+            out.mux(track.encode())
+        for pixels in film(seed, frames).data.frames:
             out.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         out.mux(stream.encode())
     return file.getvalue()
@@ -633,6 +660,19 @@ def test_what_a_client_shows_is_answered_as_generate_answers_it(pair, serve, set
                asked(http, [flat, {"type": "input_text", "text": words}], RESPONSES)]
 
     assert answers == [(text, len(ids))] * 3
+
+
+def test_the_sound_of_a_film_is_heard_after_its_pictures_are_seen(pair, serve, settings):
+    data, words = mkv(heard=sound(1)), {"type": "text", "text": "are the cat"}
+    part = {"type": "video_url", "video_url": {"url": as_url(data, "video")}}
+    shown = [media(kind, seen(kind, data, settings()), ("in one film", kind)) for kind in ("video", "audio")]
+    for family in ("qwen2_5_omni", "gemma4"):
+        ids, tokens, _ = pair(family).expected([("user", *shown, "are the cat")])
+        text = pair(family).processor.tokenizer.decode(tokens[:8], skip_special_tokens=True)
+        assert asked(serve(family, persist_sessions=False), [part, words]) == (text, len(ids))
+    ids, _, _ = pair("qwen2_5_vl").expected([("user", shown[0], "are the cat")])
+    deaf = serve("qwen2_5_vl", persist_sessions=False)
+    assert asked(deaf, [part, words])[1] == len(ids)  # which sees it all the same
 
 
 IMAGE_FORMS = {
@@ -717,6 +757,55 @@ def test_nobody_waits_for_the_network_of_others(pair, live):
             assert len(answers) == 2 and [answer.done() for answer in waiting] == [False] * 18
             for session in http.get("/v1/sessions").json()["data"]:
                 http.post(f"/v1/cancel/{session['id']}")
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_a_stream_that_waits_for_media_has_begun_for_its_client(pair, live, path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"127.0.0.1:{silent.getsockname()[1]}"
+        base = live(pair("qwen2_5_vl").model, media_allow_hosts=place, media_fetch_seconds=60, keepalive_seconds=0.1)
+        with httpx2.Client(base_url=base, timeout=60) as http:
+            asked(http, [{"type": "text", "text": "are"}])
+            turns = [{"role": "user", "content": [{"type": "image_url", "image_url": f"http://{place}/x"}]}]
+            body = {"messages" if path == CHAT else "input": turns, "stream": True}
+            with http.stream("POST", path, json=body) as answer:
+                assert answer.status_code == 200  # while nothing is fetched
+                lines = answer.iter_lines()
+                assert ": ping" in lines
+                silent.accept()[0].close()
+                said = "\n".join(lines)
+            assert "the URL could not be fetched" in said and said.count("[DONE]") == 1
+
+
+@pytest.mark.parametrize("name,parts", [
+    ("pictures", lambda: [{"type": "image_url", "image_url": as_url(png(n), "image")} for n in range(100)]),
+    ("film", lambda: [{"type": "video_url", "video_url": as_url(mkv(frames=2000), "video")}])])
+def test_the_server_answers_others_while_it_looks(pair, live, name, parts):
+    base = live(pair("gemma3" if name == "pictures" else "qwen2_5_vl").model, max_video_frames=256)
+    body = {"messages": [{"role": "user", "content": parts()}], "max_tokens": 2}
+    with httpx2.Client(base_url=base, timeout=120) as http, ThreadPoolExecutor(1) as clients:
+        asked(http, [{"type": "text", "text": "are"}])
+        looking = clients.submit(http.post, CHAT, json=body)
+        answered = 0
+        while not looking.done():
+            assert http.get("/health", timeout=20).status_code == 200
+            answered += 1
+        assert looking.result().status_code == 200, looking.result().text
+        assert answered > 5 and looking.result().json()["usage"]["prompt_tokens"] > 400
+
+
+def test_a_fault_of_media_names_its_part(serve):
+    bad = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    words, http = {"type": "input_text", "text": "a"}, serve("qwen2_5_vl")
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": ""}
+    for items, param in [
+            ([{"role": "user", "content": [words, bad]}], "input[0].content[1]"),
+            ([{"role": "user", "content": "a"}, {"type": "web_search_call"}, {"role": "user", "content": [bad]}],
+             "input[2].content[0]"),
+            ([call, {"type": "function_call_output", "call_id": "a", "output": [words, bad]}], "input[1].output[1]"),
+            ([words, bad], "input")]:
+        error = http.post(RESPONSES, json={"input": items}).json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_media", param)
 
 
 def test_a_url_beyond_all_measure_is_refused_before_it_is_read(serve):
