@@ -1267,9 +1267,13 @@ def _pdf_text(data: bytes, where: str) -> str:
 # reader is linear in the text, whatever that is, and loses nothing: what looks like
 # a call and is none is content.
 # ==============================================================================
-CALL_HEAD_CHARACTERS = 512  # a call's name, or any other token around its arguments, must end so soon
+CALL_HEAD_CHARACTERS = 512  # whatever stands before a call's arguments must end so soon
+JSON_HEAD = (  # of a call, the first of its region or behind the arguments of another, whose object ends before it
+    r'(?:\A|(?<=\})[^{}]*+\}\s*+\}?+)[\s,;\[\]]*+'
+    r'\{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+"function"\s*+:\s*+\{\s*+)?+'
+    r'"name"\s*+:\s*+"([^"\\]{1,510}+)"\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)')
+JSON_OBJECT = re.compile(r"[\s,;\[\]]*+(?=\{)")  # where the next one begins
 JSON_MARKS = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
-JSON_TOKEN = re.compile(r'\s*+("(?:[^"\\]|\\.){0,510}+"|[{}\[\]:,;]|[^\s"{}\[\]:,;]{1,510}+(?=[\s"{}\[\]:,;]))')
 NO_CALL = (ValueError, RecursionError, KeyError, TypeError, AttributeError)  # what reading something else raises
 
 
@@ -1301,7 +1305,7 @@ class CallForm:
     between: str | None = ", "  # None: one call an answer
     begin: str = ""
     end: str = ""
-    head: str = ""
+    head: str = r"(?!)"
     tags: tuple[str, str, str] | None = None
     quote: str = ""  # what Gemma, whose keys are bare, sets around texts
     mark: str = ""  # what chat templates say that take tools and show no calls
@@ -1346,7 +1350,8 @@ CALL_FORMS = (  # the first that reads what the chat template makes of a call
 
 
 class CallReader:
-    """Reads the calls of one region, JSON while it is written. Linear in the text, whatever that is."""
+    """Reads the calls of one region: arguments while they are written, where their name stands before them, all else
+    at its end. Linear in the text, whatever that is."""
 
     def __init__(self, form: CallForm, tools: Sequence[Tool], streams: bool) -> None:
         self._form = form
@@ -1354,29 +1359,31 @@ class CallReader:
         self._schemas = {name: properties for name, properties in asked if isinstance(properties, dict)}
         self._text, self._at = form.open if form.bare else "", 0
         self._news = self._follow() if streams else itertools.repeat(None)
-        self.found = False
-        self._end: int | None = None  # where the last call ends, if it does
+        self.calls = 0  # that were told
+        self._end: int | None = None  # where the last of them ends, if it does
 
     def feed(self, text: str) -> list[ToolCallDelta]:
         self._text += text
         return list(iter(lambda: next(self._news, None), None))
 
-    def close(self, whole: Any, cut: bool) -> list[Delta]:
-        """What only the region's end tells; `whole` is what it says, where that is known. Nothing, and nothing
-        `found`: it held no call."""
-        if self.found:
-            rest = "" if self._form.close or self._end is None else self._text[self._end:].lstrip(" \n,;]}")
-            return [TextDelta(rest)] if rest else []
+    def close(self, read: Callable[[], Any] | None, cut: bool) -> list[Delta]:
+        """What only the region's end tells, by `read` where the model has a way of its own. Nothing, and no `calls`:
+        it held none."""
+        deltas = list[Delta]()
         with contextlib.suppress(*NO_CALL):
-            whole = self._whole(cut) if whole is None else whole
-            calls = [call.get("function", call) for call in (whole if isinstance(whole, list) else [whole])]
-            deltas = [_whole_call(c["name"], c.get("arguments", c.get("parameters"))) for c in calls]
-            self.found = bool(deltas)
-            return deltas
-        return []
+            calls = read() if read else self._untold(cut)
+            for call in [calls] if isinstance(calls, dict) else calls:
+                deltas.append(_whole_call(call, None if self._form.bare else {}))
+        self.calls += len(deltas)
+        rest = "" if self._form.close or self._end is None else self._text[self._end:].lstrip(" \n,;]}")
+        return [*deltas, TextDelta(rest)] if rest else deltas
 
-    def _whole(self, cut: bool) -> Any:
-        """The calls of a region that says little before its end. Raises one of NO_CALL for what is none."""
+    def _untold(self, cut: bool) -> Any:
+        """The calls that were not told while they were written. Raises one of NO_CALL for what is none."""
+        if self.calls and self._end is None:
+            return []  # the last one was cut
+        if self._text.lstrip()[:1] in ("{", "["):
+            return self._objects()
         if self._form.quote:
             name, _, arguments = self._text.partition("{")
             return {"name": name.strip(), "arguments": _plain_arguments("{" + arguments, self._form.quote)}
@@ -1391,72 +1398,30 @@ class CallReader:
             raise ValueError("something else stands between its tags")
         return {"name": begun[1], "arguments": arguments}
 
+    def _objects(self) -> Iterator[Any]:
+        """The JSON objects behind those that were told."""
+        told, self._at = self.calls, 0
+        while begun := JSON_OBJECT.match(self._text, self._at):
+            self._at = begun.end()
+            if None in self._value():
+                return  # it is cut
+            told -= 1
+            if told < 0:
+                yield from_json(self._text[begun.end(): self._at])
+            self._end = max(self._end or 0, self._at)  # of a told one, behind all that followed its arguments
+
     def _follow(self) -> Iterator[ToolCallDelta | None]:
-        """The calls as far as they are written; None where more text is needed. It ends where no call can follow."""
-        while not (first := self._text[self._at:].lstrip()[:1]):
-            self._at = len(self._text)
-            yield None
-        if first in "{[":
-            while (token := (yield from self._next())) and token in "{[],;":
-                if token == "{" and not (yield from self._call()):
+        """The calls as far as they are written; None where more text is needed."""
+        kind = re.compile(f"{JSON_HEAD}|{self._form.head}")
+        while True:
+            while not (head := kind.match(self._text, self._at)):
+                if len(self._text) - self._at > CALL_HEAD_CHARACTERS:
                     return
-        head = re.compile(self._form.head or r"(?!)")
-        while name := (yield from self._next(head)):
-            yield from self._begun(name)
-
-    def _call(self) -> Iterator[ToolCallDelta | None]:
-        """A JSON object that is a call, from behind its brace on; whether it is one."""
-        name, arguments, told = None, None, False
-        while (key := (yield from self._next())) != "}":
-            if key == ",":
-                continue
-            if not key or key[0] != '"' or (yield from self._next()) != ":":
-                return False
-            begin, value = self._at, (yield from self._next())
-            if not value or value in "}]:,;":
-                return False
-            if value == "{" and key == '"function"':
-                told = yield from self._call()
-                continue
-            if value in "{[":
-                self._at -= 1
-                if value == "{" and key in ('"arguments"', '"parameters"') and name:
-                    told = True
-                    yield from self._begun(name)
-                    continue
-                yield from (None for piece in self._value() if piece is None)
-                value = self._text[begin: self._at]
-            try:
-                text = from_json(value) if value[0] == '"' else None
-            except ValueError:  # a bad escape
-                return False
-            if key == '"name"':
-                name = text
-            elif key in ('"arguments"', '"parameters"'):
-                arguments = value if text is None else text
-        arguments = None if arguments == "null" else arguments
-        with contextlib.suppress(*NO_CALL):
-            if not told and not (arguments is None and self._form.bare):
-                yield _whole_call(name, arguments)
-                self.found = told = True
-        self._end = self._at if told else self._end
-        return told
-
-    def _next(self, kind: re.Pattern[str] = JSON_TOKEN) -> Iterator[None]:
-        """The next token; None for what goes on too long to be one around a call's arguments."""
-        while not (token := kind.match(self._text, self._at)):
-            if len(self._text) - self._at > CALL_HEAD_CHARACTERS:
-                return None
-            yield None
-        self._at = token.end()
-        return token[1]
-
-    def _begun(self, name: str) -> Iterator[ToolCallDelta | None]:
-        """A call of which only the arguments are still to come."""
-        self.found, self._end = True, None
-        yield ToolCallDelta(name)
-        yield from (piece and ToolCallDelta(None, piece) for piece in self._value())
-        self._end = self._at
+                yield None
+            self.calls, self._end, self._at = self.calls + 1, None, head.end()
+            yield ToolCallDelta(head[head.lastindex])
+            yield from (piece and ToolCallDelta(None, piece) for piece in self._value())
+            self._end = self._at
 
     def _value(self) -> Iterator[str | None]:
         """The pieces of the JSON object or list that begins here, as they are written."""
@@ -1478,9 +1443,13 @@ class CallReader:
             yield None
 
 
-def _whole_call(name: Any, arguments: Any) -> ToolCallDelta:
-    """A call that is known as a whole. Raises ValueError for what is none."""
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+def _whole_call(call: Any, without: dict[str, Any] | None) -> ToolCallDelta:
+    """A call that is known as a whole; `without` is what it has where it has no arguments. Raises one of NO_CALL for
+    what is none."""
+    call = call.get("function", call)
+    name, arguments = call["name"], call.get("arguments", call.get("parameters"))
+    arguments = without if arguments is None else arguments
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     if not (isinstance(name, str) and name and isinstance(from_json(text, allow_inf_nan=False), dict)):
         raise ValueError("a call has a name and an object of arguments")
     return ToolCallDelta(name, text)
@@ -1598,11 +1567,8 @@ class PartReader:
         return [part(shown)]
 
     def _end_call(self, raw: str, read: Callable[[], Any], cut: bool) -> list[Delta]:
-        whole = None
-        with contextlib.suppress(*NO_CALL):
-            whole = read() if self._own else None
-        deltas = self._call.close(whole, cut)
-        if self._call.found:
+        deltas = self._call.close(read if self._own else None, cut)
+        if self._call.calls:
             self.calls_ended = self._beside = True
             return deltas
         if cut and self.calls_ended:

@@ -537,6 +537,20 @@ def test_models_vary_their_calls(text):
         assert parsed(read(parts("qwen2"), f"<tool_call>{text}</tool_call>", cuts)) == ("", "", [("f", {"a": 1})])
 
 
+def test_calls_in_the_shape_that_tools_are_shown_in_go_out_while_they_are_written():
+    call, reader = '{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}', parts("qwen2")
+    for _ in range(2):
+        assert reader.feed(f"<tool_call>\n{call[:-4]}") == [
+            main.ToolCallDelta("f"), main.ToolCallDelta(None, '{"a": ')]
+        reader.feed("1}}}\n</tool_call>\n")
+
+
+def test_a_call_whose_name_comes_late_is_told_before_the_answer_goes_on():
+    reader = parts("qwen2")
+    assert reader.feed('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>') == [
+        main.ToolCallDelta("f", '{"a": 1}')]
+
+
 @pytest.mark.parametrize("text", [
     '{"name": "g"}', '{"name": "g", "arguments": {}}', '{"name": "g", "arguments": null}'])
 def test_a_call_without_arguments_has_empty_ones(text):
