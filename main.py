@@ -484,18 +484,10 @@ def or_foreign(ours: type[Wire], types: str) -> Any:
     return Annotated[Annotated[ours, Tag("OURS")] | Annotated[Foreign, Tag("FOREIGN")], Discriminator(tag)]
 
 
-Unread = Annotated[Any, AfterValidator(lambda _: None)]
+ItemParts = Annotated[list[ContentPart], at_most(1024)]
 
 
-class ItemPart(ContentPart):
-    annotations: Unread = None  # these two come back with an answer that is sent again
-    logprobs: Unread = None
-
-
-ItemParts = Annotated[list[ItemPart], at_most(1024)]
-
-
-class InputItem(ItemPart):  # its `type` says which of these it needs
+class InputItem(ContentPart):  # its `type` says which of these it needs
     type: Short | None = None
     id: Short | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -601,6 +593,7 @@ INSTEAD = {  # how the other protocol says it
     "reasoning": "reasoning_effort"}
 NOT_BUILT_IN_MESSAGES = re.compile(r"messages\[\d+\]\.(function_call|audio)")  # the same, inside a message
 HARMLESS = {"prompt_cache_options", "prompt_cache_retention"}  # known to be sent, and changes nothing here
+HARMLESS_IN_ITEMS = re.compile(r"input\[\d+\](\.\w+\[\d+\])?\.(annotations|logprobs)")  # of earlier answers
 
 
 def ignored_fields(body: AnswerRequest) -> dict[str, str]:
@@ -611,7 +604,7 @@ def ignored_fields(body: AnswerRequest) -> dict[str, str]:
             if not any(type(value) is type(off) and value == off for off in NOT_BUILT.get(path, ())):
                 hint = f"; use `{INSTEAD[path]}`" if path in INSTEAD else ""
                 raise ApiError(400, f"`{path}` is not supported here{hint}.", "unsupported_parameter", path)
-        elif path not in HARMLESS:
+        elif path not in HARMLESS and not HARMLESS_IN_ITEMS.fullmatch(path):
             names.append(path)
     # Any character that a client may have sent is made safe, and the length stays bounded.
     shown = [quote(name[:64], safe="[]._-")[:128] or '""' for name in names[:32]] + ["..."] * (len(names) > 32)
