@@ -42,7 +42,6 @@ import socket
 import sqlite3
 import string
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
@@ -155,7 +154,8 @@ class Settings(BaseModel, frozen=True):
     cancel_after_disconnect_seconds: float = Field(
         3600, ge=0, description="Grace after a stream's last reader left. 0 means never cancel.")
     keepalive_seconds: float = Field(10, gt=0, description="Seconds between keep-alive comments on a stream.")
-    send_timeout_seconds: float = Field(60, gt=0, description="A reader that takes nothing for so long is dropped.")
+    send_timeout_seconds: float = Field(
+        60, gt=0, description="A client that takes nothing, or sends nothing of its body, for so long is dropped.")
     sse_ids: Literal["always", "session"] = Field(
         "always", description="`session`: frame ids only for requests that name a session.")
     shutdown_grace_seconds: float = Field(5, ge=0, description="How long running answers may go on after SIGTERM.")
@@ -856,9 +856,11 @@ MEDIA_KEYS = (  # where a part, or an object in it, has its media
 MEDIA_OPTIONS = ("detail", "min_pixels", "max_pixels")
 MAX_SEEN_BYTES, MAX_URL_CHARACTERS = 2**29, 8192  # the first: of pixels and samples in one request
 MAX_SHOWN_PIXELS = 2**24  # of a picture: no model looks more closely, and each pixel costs its processor tens of bytes
+MAX_ASPECT_RATIO, TILE_TAGS = 200, (322, 323)
 PLAIN_URL = re.compile(  # the one form that no two parsers read differently; what follows the host cannot change it
     r"(https?)://([a-z0-9._-]*[a-z0-9_-]|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?(?:[/?][^\\\x00-\x20\x7f]*)?",
     re.ASCII | re.IGNORECASE)
+MAX_ESCAPES = 2**21  # each costs a microsecond
 PIECE = re.compile(r".{1,65536}(?:(?<=%)..|(?<=%.).)?", re.DOTALL)  # of a data URL, never ending inside an escape
 URL_SAFE = bytes.maketrans(b"-_", b"+/")
 PORTS, REDIRECTS, MAX_REDIRECTS = {"http": 80, "https": 443}, (301, 302, 303, 307, 308), 3
@@ -868,12 +870,13 @@ CONTAINERS = "mov,matroska,webm,ogg,wav,w64,mp3,flac,aac,aiff,caf,amr,asf,avi,fl
 MAX_FRAME_PIXELS, MAX_FRAMES = 4096 * 2304, 1_000_000  # of a film
 MAX_DECODED_PIXELS = 10_000 * 1920 * 1080  # to find the frames of a film whose key frames are far apart
 SAMPLE_RATES = range(1000, 768_001)
-MAX_PDF_SECONDS, MAX_PDF_BYTES = 20, 2**31  # of memory; a few kB of PDF can take more, so a process of its own reads it
+MAX_PDF_SECONDS, MAX_PDF_BYTES = 20, 2**31  # for all of a request; of memory. A few kB can take more of both
 READ_PDF = """
 import contextlib, io, sys, pypdf
 with contextlib.suppress(ImportError, OSError, ValueError):
     import resource
     resource.setrlimit(resource.RLIMIT_AS, ({memory}, {memory}))
+    resource.setrlimit(resource.RLIMIT_CPU, ({seconds}, {seconds}))  # should nobody be left to end it
 limits = ("zlib", "lzw", "run_length", "array_based_stream")
 limits = dict.fromkeys([name + "_maximum_output_length" for name in limits], 2**20)
 with pypdf.apply_configuration(jbig2dec_binary=None, **limits):
@@ -917,17 +920,17 @@ def media_source(part: Mapping[str, Any], where: str) -> MediaSource:
     return MediaSource(MEDIA_PARTS[part["type"]], url, where, options)
 
 
-def perceive(source: MediaSource, data: bytes, rate: int | None, settings: Settings) -> tuple[Media, ...] | str:
-    """What there is to see and hear in the bytes of a source, a film's sound too; the text of a file that is one.
-    `rate` is that of a model that hears."""
-    if (kind := source.kind) == "file":
-        return file_text(data, source.where)
+def perceive(source: MediaSource, data: bytes, rate: int | None, settings: Settings) -> tuple[Media, ...]:
+    """What there is to see and hear in the bytes of a source, a film's sound too. `rate` is that of a model that
+    hears."""
+    kind = source.kind
     key = hashlib.blake2b(f"{kind} {sorted(source.options.items())} ".encode() + data, digest_size=16).digest()
     if kind == "audio":
         return (Media(kind, source.mark, decode_audio(data, rate, source.where, settings), key, source.options),)
     seen = (decode_image if kind == "image" else decode_video)(data, source.where, settings)
     shown = Media(kind, source.mark, seen, key, source.options)
-    heard = _heard(data, rate, source.where, settings) if kind == "video" and rate and seen.has_sound else ()
+    hears = kind == "video" and rate and seen.has_sound
+    heard = _heard(data, rate, source.where, settings, "video's sound") if hears else ()
     return (shown, Media("audio", f"{source.mark}sound", heard, key)) if len(heard) else (shown,)
 
 
@@ -976,6 +979,8 @@ def _read_data_url(source: MediaSource, settings: Settings) -> bytes:
     head, comma, _ = source.url[:1024].partition(",")
     if not comma:
         raise bad_media(source.where, "a data URL has a comma before its data")
+    if source.url.count("%") > MAX_ESCAPES:
+        raise bad_media(source.where, "its data has too many escapes; send base64")
     is_base64 = "base64" in [part.strip().lower() for part in head.split(";")[1:]]
     data, rest = bytearray(), b""
     try:
@@ -1085,8 +1090,14 @@ def _decoding(what: str, where: str) -> Iterator[None]:
 def decode_image(data: bytes, where: str, settings: Settings) -> Image.Image:
     """A picture (an animation's first) as people see it: RGB, upright, on white where it is transparent."""
     with _decoding("image", where), Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
-        if image.width * image.height > settings.max_image_megapixels * 1e6:
+        tiles = getattr(image, "tag_v2", {})  # of a TIFF, which may be much larger than the picture
+        pixels = max(image.width * image.height, math.prod(int(tiles.get(tag, 0)) for tag in TILE_TAGS))
+        if pixels > settings.max_image_megapixels * 1e6:
             raise bad_media(where, f"this image has more than {settings.max_image_megapixels:g} megapixels")
+        if max(image.size) > MAX_ASPECT_RATIO * min(image.size):
+            raise bad_media(where, f"one side of this image has {MAX_ASPECT_RATIO} times the length of the other")
+        if image.mode in ("RGB", "RGBA", "L", "LA", "CMYK", "YCbCr", "LAB"):  # the others have no colours to mix yet
+            _shrink(image)
         ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I"):  # 16 bits a pixel, in whatever holds them
             image = Image.fromarray((numpy.asarray(image).clip(0, 65535) >> 8).astype(numpy.uint8))
@@ -1094,9 +1105,13 @@ def decode_image(data: bytes, where: str, settings: Settings) -> Image.Image:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         image = image.convert("RGB")
-        if (factor := math.sqrt(MAX_SHOWN_PIXELS / (image.width * image.height))) < 1:
-            image.thumbnail((image.width * factor, image.height * factor))
+        _shrink(image)
         return image
+
+
+def _shrink(image: Image.Image) -> None:
+    if (factor := math.sqrt(MAX_SHOWN_PIXELS / (image.width * image.height))) < 1:
+        image.thumbnail((image.width * factor, image.height * factor))
 
 
 def _open(data: bytes) -> av.container.InputContainer:
@@ -1190,19 +1205,21 @@ def _shrunk(frame: av.VideoFrame, pixels: float) -> dict[str, int]:
 
 def decode_audio(data: bytes, rate: int, where: str, settings: Settings) -> numpy.ndarray:
     """The sound of a recording or a film as float32 samples, all channels in one."""
-    if not len(samples := _heard(data, rate, where, settings)):
+    if not len(samples := _heard(data, rate, where, settings, "audio")):
         raise bad_media(where, "there is no sound in it")
     return samples
 
 
-def _heard(data: bytes, rate: int, where: str, settings: Settings) -> numpy.ndarray:
+def _heard(data: bytes, rate: int, where: str, settings: Settings, what: str) -> numpy.ndarray:
     pieces, seconds = [numpy.zeros(0, numpy.float32)], 0.0
-    with _decoding("audio", where), _open(data) as sound:
+    with _decoding(what, where), _open(data) as sound:
         resampler = av.AudioResampler("flt", "mono", rate)
         for frame in itertools.chain(sound.decode(audio=0) if sound.streams.audio else (), [None]):
             seconds += frame.samples / frame.sample_rate if frame else 0
-            if seconds > settings.max_audio_seconds or (frame and frame.sample_rate not in SAMPLE_RATES):
-                raise bad_media(where, f"a sound may have {settings.max_audio_seconds:g} seconds and 1 to 768 kHz")
+            is_long = seconds > settings.max_audio_seconds + 0.1  # which codecs add
+            if is_long or (frame and frame.sample_rate not in SAMPLE_RATES):
+                longest = f"{settings.max_audio_seconds:g} seconds"
+                raise bad_media(where, f"this {what} has more than {longest}, or not 1 to 768 kHz")
             pieces += [piece.to_ndarray()[0] for piece in resampler.resample(frame) if piece]  # None: what it holds yet
         return numpy.concatenate(pieces)
 
@@ -1220,10 +1237,10 @@ def kind_of(data: bytes) -> Literal["image", "video", "audio", "file"]:
     return "file"
 
 
-def file_text(data: bytes, where: str) -> str:
+async def file_text(data: bytes, where: str) -> str:
     """What a text or a PDF says."""
     with _decoding("file", where):
-        text = _pdf_text(data, where) if _is_pdf(data) else _plain_text(data)
+        text = await _pdf_text(data) if _is_pdf(data) else _plain_text(data)
     if text is None:
         raise bad_media(where, "this is neither text nor PDF, nor an image, a video or a sound that is known")
     if not text.strip():
@@ -1242,13 +1259,20 @@ def _plain_text(data: bytes) -> str | None:
     return None
 
 
-def _pdf_text(data: bytes, where: str) -> str:
-    command = [sys.executable, "-P", "-c", READ_PDF.format(memory=MAX_PDF_BYTES)]
-    try:  # what it complains of quotes what it reads, and is not for the log
-        done = subprocess.run(command, input=data, capture_output=True, check=True, timeout=MAX_PDF_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise bad_media(where, "this PDF takes too long to read; send its text") from None
-    return done.stdout.decode()
+async def _pdf_text(data: bytes) -> str:
+    """What a PDF says, read by a process that ends with whoever waits for it. Raises ValueError where it cannot."""
+    script, pipe = READ_PDF.format(memory=MAX_PDF_BYTES, seconds=MAX_PDF_SECONDS), asyncio.subprocess.PIPE
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-c", script, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL)
+    try:
+        text, _ = await child.communicate(data)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+    if child.returncode:
+        raise ValueError("the process that read it has failed")
+    return text.decode()
 
 
 # ==============================================================================
@@ -2076,14 +2100,15 @@ class Model:
             raise invalid_value(chat.param, "the last message begins a call, which cannot be continued")
         return prompt
 
-    def _check_sizes(self, media: Iterable[Media], param: str) -> None:
-        """Refuse pictures that cannot fit, before the processor makes much more of them than they are."""
+    def _check_sizes(self, media: Sequence[Media], param: str) -> None:
+        """Refuse pictures and sounds that cannot fit, before the processor makes much more of them than they are."""
         shown, least = [item for item in media if item.kind == "image"], 0
         with contextlib.suppress(Exception):  # a door to foreign code: not every processor knows beforehand
             bounds, sizes = {}, [(item.data.height, item.data.width) for item in shown]
             if fine := _fineness(shown, self._processor.image_processor):  # without a size, they are small
                 bounds = {"min_pixels": fine["size"]["shortest_edge"], "max_pixels": fine["size"]["longest_edge"]}
             least = sum(self._processor._get_num_multimodal_tokens(sizes, **bounds)["num_image_tokens"])
+        least += sum(int(len(item.data) * self._hearing[1]) for item in media if item.kind == "audio")
         if least > self.context:
             raise context_error(self.context, f"at least {least}", param)
 
@@ -2091,7 +2116,7 @@ class Model:
         """A message with its long sounds in pieces, of which the processor cuts none."""
         content, media = message.content, []
         for item in message.media:
-            pieces, most = [item], self._longest_sound if item.kind == "audio" else 0
+            pieces, most = [item], self._hearing[0] if item.kind == "audio" else 0
             if most and (count := -(-(len(item.data) - self.audio_rate // 10) // most)) > 1:  # less is a codec's rest
                 pieces = [dataclasses.replace(item, mark=f"{item.mark}in{n}", data=data, key=b"%s %d" % (item.key, n))
                           for n, data in enumerate(numpy.array_split(item.data, count))]
@@ -2100,8 +2125,9 @@ class Model:
         return dataclasses.replace(message, content=content, media=tuple(media))
 
     @functools.cached_property
-    def _longest_sound(self) -> int:
-        """How many samples the processor keeps of one sound, where it cuts the rest and says nothing; 0: all."""
+    def _hearing(self) -> tuple[int, float]:
+        """How many samples the processor keeps of one sound, where it cuts the rest and says nothing (0: all), and the
+        tokens that it makes of each, at least."""
         part, text = getattr(self._processor, self._parts["audio"]), self._placeholders["audio"]
         declared = inspect.signature(part.__call__).parameters.get("max_length")
         most = getattr(part, "n_samples", None) or (declared and declared.default) or 0
@@ -2113,7 +2139,9 @@ class Model:
             silence = Media("audio", "", numpy.zeros(count, numpy.float32), b"silence %d" % count)
             return self._sensed(text, [silence], encoded, "")["input_ids"].shape[1]
 
-        return most if most and tokens(most) == tokens(most + self.audio_rate) else 0
+        half, second = self.audio_rate // 2, self.audio_rate
+        keeps_all = not most or tokens(most) < tokens(most + second)
+        return 0 if keeps_all else most, 0.9 * (tokens(second) - tokens(half)) / half
 
     def _sensed(self, text: str, media: Sequence[Media], encoded: Callable[[str], Encoded], param: str) -> Any:
         """The tokens of a text with placeholders and what the network takes beside them, by the model's processor."""
@@ -3029,7 +3057,10 @@ class SessionStore:
             return session.asked, session.result
         query = "SELECT asked, result FROM objects WHERE id = ? AND owner = ?"
         rows = await self._log.rows(query, (id, owner)) if self._log else []
-        return (from_json(rows[0][0]), from_json(rows[0][1])) if rows else None
+        if not rows:
+            return None
+        asked, result = rows[0]  # which may hold films
+        return await anyio.to_thread.run_sync(from_json, asked), from_json(result)
 
     def renew(self, ids: Iterable[str]) -> None:
         """Count the age of these stored answers from now on: what is still built upon must not expire."""
@@ -3900,6 +3931,66 @@ MAX_FETCHING = 16  # requests at once
 MAX_CONVERSATION_CHARACTERS = 192 * 2**20  # that a request may have put in front of it, or refer to
 
 
+DATA_CHARACTERS = (string.ascii_letters + string.digits + "+/=-_%").encode()  # media as data have no others
+MAX_HELD_BYTES = 2**30  # of large bodies and conversations, of all requests under way
+
+
+class Body:
+    """A request's body while it comes in, and what it has fetched from the store, for as long as anybody holds it. It
+    may be as large as its media. What cannot be media must fit in the bound of all others, and in half of that beside
+    media: JSON of small values takes many times its size in memory."""
+
+    def __init__(self, server: Server, receive: Callable[[], Any], takes_media: bool) -> None:
+        settings, takes_media = server.settings, takes_media and (server.model is None or bool(server.model.senses))
+        self._server, self._receive, self.plain = server, receive, settings.max_body_mib * 2**20
+        self.limit = self.plain + (settings.max_media_mib * 2**20 * 4 / 3 if takes_media else 0)
+        self._seconds: float | None = settings.send_timeout_seconds  # to wait for the next piece
+        self._taken = self._marks = self._counted = 0
+        self._holders = 1
+
+    def too_large(self, limit: float, beside: str = "") -> ApiError:
+        return ApiError(413, f"The body is larger than {limit / 2**20:.4g} MiB{beside}.", "body_too_large",
+                        headers={"connection": "close"})
+
+    async def receive(self) -> Any:
+        """What comes next. Raises ApiError 408 for a body that stands still, 413 for what is too large."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                message = await self._receive()
+        except TimeoutError:
+            raise ApiError(408, "The body did not come in time.", "body_timeout",
+                           headers={"connection": "close"}) from None
+        self._take(message.get("body", b""))
+        self._seconds = self._seconds if message.get("more_body") else None
+        return message
+
+    def _take(self, chunk: bytes) -> None:
+        self._taken += len(chunk)
+        self._marks += len(chunk.translate(None, DATA_CHARACTERS))
+        if self._taken > self.limit:
+            raise self.too_large(self.limit)
+        if self._taken > self.plain:
+            if self._marks > self.plain / 2:
+                raise self.too_large(self.plain / 2, ", without its media")
+            self.count(len(chunk))
+
+    def count(self, size: int) -> None:
+        """Count what is held. Raises ApiError 429 where all requests together hold too much."""
+        self._counted += size
+        self._server.held_bytes += size
+        if self._server.held_bytes > MAX_HELD_BYTES:
+            raise ApiError(429, "The server has as much to read as it can hold; try again shortly.", "queue_full",
+                           headers={"retry-after": "5", "connection": "close"})
+
+    def hold(self) -> None:
+        self._holders += 1
+
+    def leave(self) -> None:
+        self._holders -= 1
+        if not self._holders:
+            self._server.held_bytes -= self._counted
+
+
 @dataclass(eq=False)
 class Generation:
     """One answer on its way: its session, its protocol's fold, and how to stop what works for it."""
@@ -3929,9 +4020,10 @@ class Server:
         self._generations: dict[str, Generation] = {}
         # Media have threads of their own, and whoever waits for somebody's network holds no place of those who look.
         self._pool, self._media_pool = ThreadPoolExecutor(2, "tokenize"), ThreadPoolExecutor(2, "media")
-        self._counting, self._looking = asyncio.Semaphore(), asyncio.Semaphore(2)
+        self._counting, self._recalling = asyncio.Semaphore(), asyncio.Semaphore()
+        self._reading, self._looking = asyncio.Semaphore(2), asyncio.Semaphore(2)
         self._fetching = asyncio.Semaphore(MAX_FETCHING)
-        self.body_bytes = 0  # of requests under way, as far as they are large
+        self.held_bytes = 0  # by requests under way, as far as they are large
 
     # -- life --------------------------------------------------------------------------------------------------
     async def start(self) -> None:
@@ -4038,8 +4130,8 @@ class Server:
         return self._loading.result()
 
     # -- generations -------------------------------------------------------------------------------------------
-    async def begin(self, session: Session, reply: Reply, chat: Chat, sampling: Sampling, *, early: bool = False,
-                    background: bool = False) -> None:
+    async def begin(self, session: Session, reply: Reply, chat: Chat, sampling: Sampling, held: Body, *,
+                    early: bool = False, background: bool = False) -> None:
         """Make a session, on disk too, and start its generation. `early`: the client is answered before the end, and
         where it has to wait for the model, at once, or else soon, so a refusal becomes a frame; until then the session
         is dropped and its `error` says why."""
@@ -4059,7 +4151,9 @@ class Server:
         if generation.announced:
             self._produce(generation, Queued())
         if session.id in self._generations:  # else it has been ended while it began
+            held.hold()
             admission = asyncio.create_task(self._admit(generation, chat, sampling))
+            admission.add_done_callback(lambda _: held.leave())
             generation.stop_work.callback(admission.cancel)  # and keeps it: the loop's own reference is weak
         elif session.error:
             self.store.forget(session.id)
@@ -4120,8 +4214,9 @@ class Server:
         is_here = all(source.url[:5].lower() == "data:" for source in sources)
         async with contextlib.nullcontext() if is_here else self._fetching:
             data = await self._fetched(sources)
+        texts = await self._read_files(model, sources, data)
         async with self._looking:  # what is decoded takes much memory
-            chat = await self._perceived(model, chat, sources, data)
+            chat = await self._perceived(model, chat, sources, data, texts)
             return await self._loop.run_in_executor(self._media_pool, fitted, model, chat, room)
 
     def _check_media(self, model: Model, sources: Sequence[MediaSource]) -> None:
@@ -4143,16 +4238,35 @@ class Server:
             raise bad_media(sources[len(data)].where, "the media of this request take too long to fetch") from None
         return data
 
-    async def _perceived(self, model: Model, chat: Chat, sources: list[MediaSource], data: list[bytes]) -> Chat:
-        """The chat with its media decoded, one after the other: what they may take is bounded in all."""
-        in_pool = functools.partial(self._loop.run_in_executor, self._media_pool)
-        found, held = dict[str, tuple[Media, ...] | str](), 0
+    async def _read_files(self, model: Model, sources: list[MediaSource], data: list[bytes]) -> dict[str, str]:
+        """The texts of a request's files, by their marks; what proves to be a picture, a film or a sound becomes one.
+        Reading may take long and holds up nobody who looks."""
+        found = dict[str, str]()
         for n, source in enumerate(sources):
             if source.kind == "file":
-                sources[n] = source = dataclasses.replace(source, kind=await in_pool(kind_of, data[n]))
+                kind = await self._loop.run_in_executor(self._media_pool, kind_of, data[n])
+                sources[n] = dataclasses.replace(source, kind=kind)
                 self._check_media(model, sources)
-            seen = found[source.mark] = await in_pool(perceive, source, data[n], model.audio_rate, self.settings)
-            held += len(seen) if isinstance(seen, str) else sum(item.size for item in seen)
+        files = [(source, data[n]) for n, source in enumerate(sources) if source.kind == "file"]
+        if files:
+            async with self._reading:
+                try:
+                    async with asyncio.timeout(MAX_PDF_SECONDS):
+                        for source, content in files:
+                            found[source.mark] = await file_text(content, source.where)
+                except TimeoutError:
+                    raise bad_media(source.where, "this takes too long to read; send its text") from None
+        return found
+
+    async def _perceived(self, model: Model, chat: Chat, sources: Sequence[MediaSource], data: Sequence[bytes],
+                         texts: Mapping[str, str]) -> Chat:
+        """The chat with its media decoded, one after the other: what they may take is bounded in all."""
+        found, held = dict[str, tuple[Media, ...] | str](texts), sum(map(len, texts.values()))
+        for source, content in zip(sources, data, strict=True):
+            if source.mark not in found:
+                seen = found[source.mark] = await self._loop.run_in_executor(
+                    self._media_pool, perceive, source, content, model.audio_rate, self.settings)
+                held += sum(item.size for item in seen)
             if held > MAX_SEEN_BYTES:
                 raise bad_media(source.where, "the media of this request are too large together")
         return dataclasses.replace(chat, messages=tuple(_with_found(message, found) for message in chat.messages))
@@ -4245,7 +4359,8 @@ class Server:
         await self.stored(id, prefix)  # somebody else may have deleted it meanwhile
         self.store.forget(id)
 
-    async def conversation(self, body: ResponsesRequest, own: Sequence[Item]) -> tuple[list[Item], list[Item]]:
+    async def conversation(self, body: ResponsesRequest, own: Sequence[Item],
+                           held: Body) -> tuple[list[Item], list[Item]]:
         """The items of all answers before this one, oldest first, and its `own` with references looked up."""
         param, links, count = "previous_response_id", dict[str, list[Item]](), len(own)
         next_id = body.previous_response_id
@@ -4253,7 +4368,7 @@ class Server:
             whose = f", which `{[*links][-1]}` continues," if links else ""
             missing = ApiError(404, f"The response `{next_id}`{whose} does not exist, was deleted or has expired.",
                                "previous_response_not_found", param)
-            asked, result = await self.stored(next_id, ResponseReply.prefix, missing)
+            asked, result = await self._recalled(next_id, missing, held)
             if result["status"] in ("queued", "in_progress", "failed"):
                 raise invalid_value(param, f"`{next_id}` is {result['status']} and cannot be continued")
             links[next_id] = asked["input"] + result["output"]
@@ -4263,21 +4378,25 @@ class Server:
             next_id = result[param]
         self.store.renew(links)
         before = [item for link in reversed(links.values()) for item in link]
-        found = await self._looked_up([item["id"] for item in own if item["type"] == "item_reference"])
-        texts = (text for level in levels_of([before, found]) for item in level
-                 for text in (item.values() if isinstance(item, dict) else item) if isinstance(text, str))
-        if sum(map(len, texts)) > MAX_CONVERSATION_CHARACTERS:
+        found = await self._looked_up([item["id"] for item in own if item["type"] == "item_reference"], held)
+        if _characters([before, found]) > MAX_CONVERSATION_CHARACTERS:
             raise invalid_value("input", "what it continues and refers to is too large")
         return before, [found[item["id"]] if item["type"] == "item_reference" else item for item in own]
 
-    async def _looked_up(self, ids: Iterable[str]) -> dict[str, Item]:
+    async def _recalled(self, id: str, missing: ApiError, held: Body) -> tuple[Item, Item]:
+        async with self._recalling:  # what is counted when it has come must not come all at once
+            asked, result = await self.stored(id, ResponseReply.prefix, missing)
+            held.count(_characters(asked))
+            return asked, result
+
+    async def _looked_up(self, ids: Iterable[str], held: Body) -> dict[str, Item]:
         """The items of stored responses that have these ids. Raises ApiError 404 where one is missing."""
         found = dict[str, Item]()
         for id in ids:
             missing = ApiError(404, f"There is no item `{id}`, or it has expired.", "item_not_found", "input")
             made = re.fullmatch(r"[a-z]+_([0-9a-f]{32})_\w+", id)
             if made and id not in found:
-                asked, result = await self.stored(ResponseReply.prefix + made[1], ResponseReply.prefix, missing)
+                asked, result = await self._recalled(ResponseReply.prefix + made[1], missing, held)
                 found |= {item["id"]: item for item in asked["input"] + result["output"]}
             if id not in found:
                 raise missing
@@ -4288,6 +4407,13 @@ class Server:
         if session := await self.store.find(ref, ANYBODY):
             return session
         raise ApiError(404, "There is no such session, or it has expired.", "session_not_found")
+
+
+def _characters(value: Any) -> int:
+    """Of all texts in a JSON value."""
+    texts = (text for level in levels_of(value) for item in level
+             for text in (item.values() if isinstance(item, dict) else item) if isinstance(text, str))
+    return sum(map(len, texts))
 
 
 def _with_found(message: Message, found: Mapping[str, tuple[Media, ...] | str]) -> Message:
@@ -4344,7 +4470,9 @@ class JsonRequest(Request):
         data, self._body = await self.body(), b""
         try:
             return from_json(data)
-        except ValueError:
+        except ValueError as error:
+            if len(data) > self.scope["body"].plain:
+                raise json.JSONDecodeError(str(error), "", 0) from error
             return json.loads(data)  # which says what is wrong, and leaves half a character to be refused by its field
 
 
@@ -4453,7 +4581,8 @@ async def respond(request: Request, server: Server, body: AnswerRequest, headers
     answer, or, for one in the background, its beginning."""
     session = Session(reply.id, reply.kind, body.session_id or None, stored=body.store is not False, asked=asked,
                       result=begun)
-    await server.begin(session, reply, *work, early=bool(body.stream) or background, background=background)
+    await server.begin(session, reply, *work, request.scope["body"], early=bool(body.stream) or background,
+                       background=background)
     log.info("session %s begins (%s, request %s)", session.id, "stream" if body.stream else "json",
              request.scope["request_id"])
     if body.stream:
@@ -4518,7 +4647,7 @@ async def responses(request: Request, body: ResponsesRequest, server: ServerDep)
         return reader
     id = secrets.token_hex(16)
     items, places = response_items(body, id)
-    before, own = await server.conversation(body, items)
+    before, own = await server.conversation(body, items, request.scope["body"])
     chat, sampling = response_values(body, before + own, places), response_sampling(body, server.settings)
     reply = ResponseReply(ResponseReply.prefix + id, server.settings.served_id, body, sampling)
     asked, begun = (None, None) if body.store is False else ({"input": own}, reply.result())
@@ -4527,11 +4656,11 @@ async def responses(request: Request, body: ResponsesRequest, server: ServerDep)
 
 
 @router.post("/v1/responses/input_tokens")
-async def count_input_tokens(body: ResponsesRequest, server: ServerDep) -> JSONResponse:
+async def count_input_tokens(request: Request, body: ResponsesRequest, server: ServerDep) -> JSONResponse:
     headers = ignored_fields(body)
     check_response(body, server.settings)
     items, places = response_items(body, "")
-    before, own = await server.conversation(body, items)
+    before, own = await server.conversation(body, items, request.scope["body"])
     count = await server.count(response_values(body, before + own, places), body.max_output_tokens)
     return JSONResponse({"object": "response.input_tokens", "input_tokens": count}, headers=headers)
 
@@ -4624,45 +4753,7 @@ async def ready(server: ServerDep) -> JSONResponse:
 
 
 # -- the outermost layer ---------------------------------------------------------------------------------------
-DATA_CHARACTERS = (string.ascii_letters + string.digits + "+/=-_%").encode()  # media as data have no others
 MEDIA_ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens")
-MAX_BODIES_BYTES = 2**30  # of all large ones at once
-
-
-class Body:
-    """A request's body while it comes in. It may be as large as its media. What cannot be media must fit in the bound
-    of all others: JSON of small values takes many times its size in memory."""
-
-    def __init__(self, server: Server, path: str) -> None:
-        settings, takes_media = server.settings, server.model is None or bool(server.model.senses)
-        self._server, self._plain = server, settings.max_body_mib * 2**20
-        as_data = settings.max_media_mib * 2**20 * 4 / 3 if takes_media and path in MEDIA_ROUTES else 0
-        self.limit = self._plain + as_data
-        self._taken = self._marks = self._counted = 0
-
-    def too_large(self, limit: float, beside: str = "") -> ApiError:
-        return ApiError(413, f"The body is larger than {limit / 2**20:.4g} MiB{beside}.", "body_too_large",
-                        headers={"connection": "close"})
-
-    def take(self, chunk: bytes) -> None:
-        """Count what has come. Raises ApiError 413 for what is too large, and 429 where there is too much of it."""
-        self._taken += len(chunk)
-        self._marks += len(chunk.translate(None, DATA_CHARACTERS))
-        if self._taken > self.limit:
-            raise self.too_large(self.limit)
-        if self._marks > self._plain:
-            raise self.too_large(self._plain, ", without its media")
-        if self._taken > self._plain:
-            self._counted += len(chunk)
-            self._server.body_bytes += len(chunk)
-            if self._server.body_bytes > MAX_BODIES_BYTES:
-                raise ApiError(429, "The server has as much to read as it can hold; try again shortly.", "queue_full",
-                               headers={"retry-after": "5", "connection": "close"})
-
-    def leave(self) -> None:
-        """It is needed no more."""
-        self._server.body_bytes -= self._counted
-        self._counted = 0
 
 
 class Door(FastAPI):
@@ -4672,21 +4763,19 @@ class Door(FastAPI):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await super().__call__(scope, receive, send)
-        headers, body = Headers(scope=scope), Body(self.state.server, scope["path"])
+        headers = Headers(scope=scope)
+        body = scope["body"] = Body(self.state.server, receive, scope["path"] in MEDIA_ROUTES)
+        holding = contextlib.ExitStack()
+        holding.callback(body.leave)
         given = headers.get("x-request-id", "")
         scope["transport"] = getattr(getattr(send, "__self__", None), "transport", None)  # uvicorn's
         scope["request_id"] = given if re.fullmatch(r"[A-Za-z0-9_.:-]{1,128}", given) else secrets.token_hex(16)
 
         async def send_with_id(message: Any) -> None:
             if message["type"] == "http.response.start":
-                body.leave()
+                holding.close()
                 MutableHeaders(scope=message).append("x-request-id", scope["request_id"])
             await send(message)
-
-        async def receive_bounded() -> Any:
-            message = await receive()
-            body.take(message.get("body", b""))
-            return message
 
         announced, kind = headers.get("content-length", "0"), headers.get("content-type", "")
         refusal = body.too_large(body.limit) if int(announced) > body.limit else None
@@ -4697,11 +4786,11 @@ class Door(FastAPI):
         try:
             if refusal:
                 return await (await on_http_error(Request(scope), refusal))(scope, receive, send_with_id)
-            await super().__call__(scope, receive_bounded, send_with_id)
+            await super().__call__(scope, body.receive, send_with_id)
         except Exception:  # the framework has answered 500 where it still could
             log.exception("request %s failed", scope["request_id"])
         finally:
-            body.leave()
+            holding.close()
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:

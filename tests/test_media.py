@@ -169,7 +169,8 @@ opened = None  # while it is a list: the files that are opened
 
 
 def watch_opens(event, args):
-    ours = (".py", ".pyc", ".so", ".pem", "<unknown>")  # the last is where a logged traceback looks for compiled lines
+    # The last is where a logged traceback looks for compiled lines.
+    ours = (".py", ".pyc", ".so", ".pem", os.devnull, "<unknown>")
     if opened is not None and event == "open" and not (isinstance(args[0], int) or str(args[0]).endswith(ours)):
         opened.append(str(args[0]))
 
@@ -216,6 +217,12 @@ def test_a_long_data_url_is_read_whole_wherever_its_pieces_end(length, escaped):
     "data:;base64,%%%%", f"data:image/png;base64,\0{BASE64}"])
 def test_a_data_url_that_holds_nothing_or_no_base64_is_refused(url):
     refused(fetch, url)
+
+
+def test_a_data_url_of_escapes_alone_has_a_bound():
+    assert fetch("data:," + "%41" * 1000) == b"A" * 1000
+    with pytest.raises(main.ApiError, match="too many escapes"):
+        fetch("data:," + "%" * (2**21 + 1))
 
 
 def test_base64_without_the_word_base64_is_refused():
@@ -607,6 +614,24 @@ def test_a_picture_larger_than_any_model_looks_at_is_made_smaller():
     assert seen.width / seen.height == pytest.approx(1.5, abs=0.01) and seen.getpixel((99, 99)) == (255, 0, 0)
 
 
+@pytest.mark.parametrize("size", [(201, 1), (1, 201), (60_000, 2)])
+def test_a_picture_that_is_a_line_is_refused(size):
+    assert "200 times" in refused(image, saved(Image.new("L", size), "PNG"))
+    assert image(saved(Image.new("L", (200, 1)), "PNG")).size == (200, 1)
+
+
+def test_s8_a_tile_much_larger_than_its_picture_is_refused():
+    def tiff(side):
+        pixels = zlib.compress(bytes(side * side))
+        tags = [(256, 16), (257, 16), (258, 8), (259, 8), (262, 1), (277, 1), (322, side), (323, side), (324, 134),
+                (325, len(pixels))]
+        entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+        return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + pixels
+
+    assert image(tiff(64)).size == (16, 16)
+    assert "megapixels" in refused(image, tiff(8000))
+
+
 def test_s8_a_text_chunk_that_unpacks_to_a_gigabyte_is_refused():
     bomb = bare_png(8, 8, (b"zTXt", b"a\0\0" + zlib.compress(bytes(2**28))))
     with little_memory(80):
@@ -908,6 +933,18 @@ def test_s10_sound_beyond_its_seconds_is_refused_while_it_is_decoded(seconds, li
     assert audio(data, max_audio_seconds=seconds + 1).size == pytest.approx(seconds * 16_000, abs=2000)
 
 
+def test_a_sound_of_just_the_seconds_that_are_allowed_is_heard():
+    assert audio(recording(seconds=2, rate=44_100), max_audio_seconds=2).size == pytest.approx(32_000, abs=10)
+
+
+def test_a_film_is_refused_for_its_sound_by_that_name():
+    source = main.MediaSource("video", "", WHERE)
+    data = film(10, sound=tone(3, 16_000))
+    assert len(main.perceive(source, data, 16_000, main.Settings())) == 2
+    assert len(main.perceive(source, data, None, main.Settings(max_audio_seconds=1))) == 1
+    assert "video's sound" in refused(main.perceive, source, data, 16_000, main.Settings(max_audio_seconds=1))
+
+
 def test_s10_a_header_that_claims_gigabytes_gets_what_is_there():
     data = bytearray(recording(rate=16_000, layout="mono"))
     data[4:8] = data[data.index(b"data") + 4:data.index(b"data") + 8] = struct.pack("<I", 2**31)
@@ -994,7 +1031,7 @@ def pdf(*pages):
 
 
 def text_of(data):
-    return main.file_text(data, WHERE)
+    return asyncio.run(main.file_text(data, WHERE))
 
 
 @pytest.mark.parametrize("kind, data", [
@@ -1030,8 +1067,15 @@ def test_a_pdf_has_bounds(monkeypatch):
     bomb = b"<</Filter/FlateDecode/Length %d>>stream\n%s\n" % (len(packed), packed)
     refused(text_of, data[:start] + bomb + data[end:])
     assert text_of(pdf(*["a"] * 50)).count("a") == 50
-    monkeypatch.setattr(main, "MAX_PDF_SECONDS", -1)
-    assert "too long" in refused(text_of, pdf("a", "b"))
+    monkeypatch.setattr(main, "MAX_PDF_SECONDS", 1)  # of its processor
+    refused(text_of, slow_pdf())
+
+
+def slow_pdf():
+    """Many pages that are all the same long one."""
+    data = pdf(*["a"] * 3000)
+    page = data.index(b"<</Length")
+    return data[:page] + b"<</Length 1>>stream\n" + b"BT " + b"(x) Tj " * 60_000 + b"ET\nendstream " + data[page:]
 
 
 def test_what_a_pdf_holds_is_not_logged(caplog):

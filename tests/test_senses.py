@@ -7,9 +7,11 @@ import functools
 import hashlib
 import io
 import json
+import os
 import queue
 import secrets
 import socket
+import subprocess
 import wave
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,6 +23,7 @@ import tiny
 import torch
 from conftest import main, parse_sse, text_of, tokens_of, wait_until
 from PIL import Image
+from test_media import slow_pdf
 from transformers import AutoModelForMultimodalLM, AutoProcessor
 
 TEXT = {"vocab_size": 400, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
@@ -554,6 +557,16 @@ def test_pictures_that_cannot_fit_are_refused_before_they_are_processed(pair):
     assert model.prepare(chat(question(*(picture(n, 170, 170, max_pixels=3136) for n in range(60)))))
 
 
+@pytest.mark.parametrize("family", HEARING)
+def test_sounds_that_cannot_fit_are_refused_before_they_are_processed(pair, family):
+    model = pair(family).model
+    model.prepare(chat(question(sound(1))))
+    kept = len(model._kept_media._kept)
+    with pytest.raises(main.ApiError, match="at least") as refusal:
+        model.prepare(chat(question(*(sound(n, 30) for n in range(4)))))
+    assert refusal.value.code == "context_length_exceeded" and len(model._kept_media._kept) <= kept + 5
+
+
 def test_detail_and_bounds_of_pixels_reach_the_processor(pair):
     def patches(family, **options):
         return len(pair(family).model.prepare(chat(question(picture(5, 160, 120, **options)))).tokens)
@@ -792,6 +805,43 @@ def test_the_server_answers_others_while_it_looks(pair, live, name, parts):
             answered += 1
         assert looking.result().status_code == 200, looking.result().text
         assert answered > 5 and looking.result().json()["usage"]["prompt_tokens"] > 400
+
+
+def test_a_pdf_that_takes_long_is_ended_and_keeps_no_picture_waiting(pair, live, monkeypatch):
+    monkeypatch.setattr(main, "MAX_PDF_SECONDS", 5)
+    slow = {"type": "file", "file": {"file_data": base64.b64encode(slow_pdf()).decode()}}
+    words = {"type": "text", "text": "are the cat"}
+    base = live(pair("qwen2_5_vl").model)
+    with httpx2.Client(base_url=base, timeout=60) as http, ThreadPoolExecutor(3) as clients:
+        asked(http, [words])
+        reading = [clients.submit(http.post, CHAT, json={"messages": [{"role": "user", "content": [slow]}]})
+                   for _ in range(3)]
+        wait_until(children)
+        asked(http, [IMAGE_FORMS["string"](as_url(png(), "image")), words])
+        assert not any(answer.done() for answer in reading)
+        for session in http.get("/v1/sessions").json()["data"]:
+            if session["status"] != "completed":
+                http.post(f"/v1/cancel/{session['id']}")
+        wait_until(lambda: not children())
+        answer = http.post(CHAT, json={"messages": [{"role": "user", "content": [slow]}]})
+        assert answer.status_code == 400 and not children()
+
+
+def children():
+    """The processes that we have begun and that have not ended."""
+    found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True)
+    return [line for line in found.stdout.splitlines() if "pypdf" in line]
+
+
+def test_what_a_chain_holds_is_counted(serve, monkeypatch):
+    http = serve("qwen2_5_vl")
+    part = {"type": "input_image", "image_url": as_url(png(), "image")}
+    first = http.post(RESPONSES, json={"input": [{"role": "user", "content": [part]}], "max_output_tokens": 1}).json()
+    monkeypatch.setattr(main, "MAX_HELD_BYTES", 50)
+    for path in (RESPONSES, f"{RESPONSES}/input_tokens"):
+        answer = http.post(path, json={"input": "more", "previous_response_id": first["id"]})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+    assert http.app.state.server.held_bytes == 0
 
 
 def test_a_fault_of_media_names_its_part(serve):

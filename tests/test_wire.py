@@ -2,11 +2,12 @@
 import json
 import re
 import socket
+import threading
 from typing import get_type_hints
 
 import httpx2
 import pytest
-from conftest import ScriptedModel, chat, main, wait_until
+from conftest import ScriptedModel, chat, main, running_app, wait_until
 from fastapi.testclient import TestClient
 from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params
@@ -379,7 +380,28 @@ def test_a_body_may_be_as_large_as_its_media(client, caplog):
         answer = served.post(URL, content=content, headers={"content-type": "application/json"})
         assert refused(answer, code="invalid_media", param="messages[0].content[0]").endswith("could not be decoded.")
     refused(post(served, film(6 * MIB)), 413, "body_too_large")
-    assert served.app.state.server.body_bytes == 0
+    assert served.app.state.server.held_bytes == 0
+
+
+def test_a_body_that_stands_still_is_left(live):
+    host, port = live(ScriptedModel("a"), send_timeout_seconds=0.2).removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as slow:
+        head = f"POST {URL} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{{"
+        slow.sendall(head.encode())
+        assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_what_an_answer_waits_with_is_counted_until_it_is_read(monkeypatch):
+    monkeypatch.setattr(main, "MAX_HELD_BYTES", 5 * MIB)
+    gate, settings = threading.Event(), main.Settings(persist_sessions=False, max_body_mib=1)
+    with running_app(main.create_app(settings, load=lambda *_: gate.wait(30) and Seeing("a"))) as base:
+        body = film(4 * MIB)[:-1] + b', "stream": true}'
+        with httpx2.Client(base_url=base, timeout=30, headers={"content-type": "application/json"}) as http:
+            with http.stream("POST", URL, content=body) as first:  # which has begun, and waits for the model
+                assert (first.status_code, http.post(URL, content=body).status_code) == (200, 429)
+                gate.set()
+                first.read()
+            assert http.post(URL, content=body).status_code == 400  # what it holds is no film
 
 
 @pytest.mark.parametrize("content", [b"[[]," * (2 * MIB // 4), b"x " * (2 * MIB)], ids=["lists", "words"])
@@ -396,7 +418,7 @@ def test_a_model_that_takes_no_media_takes_no_body_of_their_size(client):
 
 
 def test_large_bodies_are_bounded_together(live, monkeypatch):
-    monkeypatch.setattr(main, "MAX_BODIES_BYTES", 5 * MIB)
+    monkeypatch.setattr(main, "MAX_HELD_BYTES", 5 * MIB)
     base = live(Seeing("a"), max_body_mib=1)
     host, port = base.removeprefix("http://").split(":")
     body = film(4 * MIB)
