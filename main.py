@@ -51,7 +51,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
 from urllib.parse import quote, unquote_to_bytes, urljoin
 from urllib.request import url2pathname
 
@@ -118,8 +118,12 @@ class Settings(BaseModel, frozen=True):
         0.7, ge=0, le=2, description="Temperature where a request gives none. Empty: the model's own.")
     max_concurrent_requests: int = Field(16, ge=1, description="Generations that run at once.")
     max_queued_requests: int = Field(64, ge=0, description="Generations that wait for a place. Beyond: 429.")
-    prefill_chunk_tokens: int = Field(
-        512, ge=16, description="Prompt tokens computed between two steps of the streams that run.")
+    max_batch_tokens: int = Field(512, ge=16, description=(
+        "Tokens computed in one step: one of each stream that runs, and the rest of prompts."))
+    kv_cache_gib: float | None = Field(
+        None, gt=0, description="GiB for the keys and values of all sequences. Empty: what the memory allows.")
+    kv_cache_fraction: float = Field(
+        0.9, gt=0, le=1, description="Share of a device's free memory for them, where `KV_CACHE_GIB` is empty.")
     max_body_mib: float = Field(4, gt=0, description="Largest request body, in MiB, without its media. Beyond: 413.")
 
     media_urls: bool = Field(True, description="Fetch media from any public host, by http(s) on ports 80 and 443.")
@@ -737,6 +741,8 @@ class Prompt:  # a chat as the model reads it
     must_call: bool = False
     max_calls: int | None = None  # in one answer
     media: Any = field(default=None, compare=False)  # as the network takes it: the model's own affair
+    media_key: bytes = b""  # the hash of what they show
+    media_end: int = 0  # how many tokens there are up to the last that stands for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -780,6 +786,8 @@ class Accepted:  # the prompt fits
 @dataclass(frozen=True, slots=True)
 class Started:
     """The job has its place; prefill begins."""
+
+    cached_tokens: int = 0  # of the prompt, that had been computed for an earlier one
 
 
 @dataclass(frozen=True, slots=True)
@@ -1723,12 +1731,6 @@ class Work:  # one sequence's share of a step
     media: Any = None  # of a prompt, which is then fed whole
 
 
-@dataclass(slots=True)
-class Memory:  # of one sequence
-    cache: Any
-    kept: list[Any]  # what the network would keep on itself, see (5)
-
-
 @dataclass(frozen=True, slots=True)
 class Draw:  # what decides a row's next token, beside its logits
     sampling: Sampling
@@ -1835,7 +1837,8 @@ def load_model(settings: Settings, report: Report) -> Model:
     finally:
         transformers_logging.set_tqdm_hook(previous)
     report(Progress("check"))
-    return Model(settings.served_id, processor, network, settings.max_context_tokens)
+    return Model(settings.served_id, processor, network, settings.max_context_tokens, settings.kv_cache_gib,
+                 settings.kv_cache_fraction)
 
 
 def _progress_bar(report: Report, stage: Literal["download", "weights"]) -> type:
@@ -1908,10 +1911,489 @@ def load_error(message: str) -> ApiError:
     return ApiError(503, message, "model_load_failed", headers={"x-should-retry": "false"})
 
 
+# -- memory for sequences, and the two ways to compute them ------------------------------------------------------
+ROW_TOKENS = 256  # of the shortest row; each longer kind is twice as long
+BLOCK_TOKENS = 16  # are found again together
+SPARE_TOKENS = 64  # that a row has for an answer at first
+
+
+class NotFlat(Exception):
+    """Why a network cannot run in the flat batch."""
+
+
+class Runner(Protocol):
+    """Computes sequences. A state is one sequence's memory, and the runner's own affair."""
+
+    room: tuple[int, int] | None
+
+    def open(self, tokens: Sequence[int], budget: int, root: bytes = b"", least: int = 0) -> tuple[Any, int] | None: ...
+    def fork(self, state: Any) -> Any | None: ...
+    def reserve(self, state: Any, length: int) -> bool: ...
+    def close(self, state: Any, keep: bool = True) -> None: ...
+    def forward(self, work: Sequence[Work]) -> torch.Tensor | None: ...
+
+
+@dataclass(slots=True)
+class Memory:  # of one sequence
+    cache: Any
+    kept: list[Any]  # what the network would keep on itself, see (5)
+
+
+class SoloRunner:
+    """One forward per sequence over the network's own kind of cache: it fits every network."""
+
+    room = None
+
+    def __init__(self, network: Any, config: Any) -> None:
+        self._network, self._config = network, config
+        self._keepers = [part for part in network.modules() if hasattr(part, "rope_deltas")]
+        takes = inspect.signature(network.forward).parameters
+        self._options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+
+    def open(self, tokens: Sequence[int], budget: int, root: bytes = b"", least: int = 0) -> tuple[Memory, int]:
+        from transformers import DynamicCache
+
+        return Memory(DynamicCache(config=self._config), [None] * len(self._keepers)), 0
+
+    def fork(self, state: Memory) -> Memory:
+        return copy.deepcopy(state)
+
+    def reserve(self, state: Memory, length: int) -> bool:
+        return True
+
+    def close(self, state: Memory, keep: bool = True) -> None:
+        pass  # it goes with its last reference
+
+    def forward(self, work: Sequence[Work]) -> torch.Tensor | None:
+        import torch
+
+        rows = [row for item in work for row in [self.feed(item.state, item.tokens, item.media)] * item.wants]
+        return torch.stack(rows) if rows else None
+
+    def feed(self, memory: Memory, tokens: list[int], media: Any = None) -> torch.Tensor:
+        """The logits after these tokens."""
+        import torch
+
+        network = self._network
+        media = copy.copy(media).to(network.device, network.dtype) if media is not None else {}
+        for part, kept in zip(self._keepers, memory.kept, strict=True):
+            part.rope_deltas = kept
+        out = network(input_ids=torch.tensor([tokens], device=network.device), cache=memory.cache, use_cache=True,
+                      return_dict=True, **self._options, **media)
+        memory.kept = [part.rope_deltas for part in self._keepers]
+        return out.logits[0, -1].float()
+
+
+class Row:
+    """One sequence's place in the pool: `size` tokens from `start` on, of which `length` are computed."""
+
+    def __init__(self, root: bytes) -> None:
+        self.start = self.size = self.length = 0
+        self.shift = 0  # how far positions run ahead of tokens, see (5)
+        self.root, self.blocks, self.rest = root, list[bytes](), list[int]()  # hashes of whole blocks; tokens after
+        self.used = math.inf  # when that was; inf while it runs
+
+
+class Pool:
+    """Keys and values of all sequences: a pair `[kv_head, token, dim]` for each layer, cut into rows of a few lengths.
+
+    Rows that run move down until they lie side by side, so that one strided view shows those of a length and nothing
+    is gathered. What has ended stays until its room is needed, and is found by the hashes of its tokens. For a network
+    it is the cache: the plan of a step, which travels as an argument, says where the new tokens go.
+    """
+
+    is_compileable = False
+
+    def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int, context: int) -> None:
+        import torch
+
+        units = max(1, tokens // ROW_TOKENS)
+        self.layers = [tuple(torch.zeros(x.shape[1], units * ROW_TOKENS, x.shape[3], dtype=x.dtype, device=x.device)
+                             for x in pair) for pair in layers]
+        self.longest = min(units, -(-context // ROW_TOKENS)) * ROW_TOKENS
+        self._rows: list[Row | None] = [None] * units  # whose each piece of ROW_TOKENS is
+        self._found: dict[bytes, list[Row]] = {}
+        self._clock, self._untidy = itertools.count(), False
+
+    # What transformers asks of a cache.
+    def update(self, key: Any, value: Any, layer: int, *_: Any, kwargs: dict[str, Any], **__: Any) -> tuple[Any, Any]:
+        for held, new in zip(self.layers[layer], (key, value), strict=True):
+            held.index_copy_(1, kwargs["plan"].places, new[0])
+        return self.layers[layer]
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, count: int, *_: Any) -> tuple[int, int]:
+        return count, 0
+
+    # Rows.
+    @property
+    def room(self) -> tuple[int, int]:
+        running = sum(row is not None and row.used == math.inf for row in self._rows)
+        return running * ROW_TOKENS, len(self._rows) * ROW_TOKENS
+
+    def open(self, tokens: Sequence[int], budget: int, root: bytes = b"", least: int = 0) -> tuple[Row, int] | None:
+        """A row for these tokens, and how many of them it holds already: none, or at least `least`."""
+        size = self._size(len(tokens) + min(budget, SPARE_TOKENS))
+        blocks = [*_hashed(root, tokens[:-1])]
+        count = bisect.bisect_left(range(len(blocks)), True, key=lambda n: blocks[n] not in self._found)
+        if count * BLOCK_TOKENS < least or not count:
+            row = Row(root)
+            return (row, 0) if self._place(row, size) else None
+        source, reused = self._found[blocks[count - 1]][-1], count * BLOCK_TOKENS
+        used, source.used = source.used, math.inf  # its own room is not what makes room
+        if used < math.inf and source.size >= size and len(source.blocks) == count:
+            row = source  # nothing of it is lost
+            row.length, row.rest = reused, []
+            self._untidy = True
+            return row, reused
+        row = self._copied(source, reused, blocks[:count], size)
+        source.used = used if used == math.inf else next(self._clock)
+        return (row, reused) if row else None
+
+    def fork(self, row: Row) -> Row | None:
+        copied = self._copied(row, row.length, row.blocks, row.size)
+        if copied:
+            copied.rest = [*row.rest]
+        return copied
+
+    def _copied(self, source: Row, length: int, blocks: Sequence[bytes], size: int) -> Row | None:
+        row = Row(source.root)
+        if not self._place(row, size):
+            return None
+        self._copy(source.start, row.start, length)
+        row.length, row.shift = length, source.shift
+        self._note(row, blocks)
+        return row
+
+    def reserve(self, row: Row, length: int) -> bool:
+        if length <= row.size:
+            return True
+        start, size = row.start, row.size
+        if not self._place(row, self._size(length)):
+            return False
+        self._copy(start, row.start, row.length)
+        self._own(start, size, None)
+        return True
+
+    def close(self, row: Row, keep: bool = True) -> None:
+        row.used, self._untidy = next(self._clock), True
+        if not keep or not row.blocks:
+            self._forget(row)
+        if not keep:
+            for held in itertools.chain(*self.layers):  # a number that is none would spread, even where nobody looks
+                held[:, row.start: row.start + row.size] = 0
+
+    def grow(self, row: Row, tokens: Sequence[int]) -> None:
+        """Note that these tokens have been computed."""
+        row.length += len(tokens)
+        row.rest += tokens
+        if len(row.rest) >= BLOCK_TOKENS:
+            self._note(row, [*_hashed(row.blocks[-1] if row.blocks else row.root, row.rest)])
+            row.rest = row.rest[len(row.rest) // BLOCK_TOKENS * BLOCK_TOKENS:]
+
+    def tidy(self) -> None:
+        """Move one row that runs down to others of its length, if any lies astretch."""
+        running = {row for row in self._rows if row and row.used == math.inf} if self._untidy else ()
+        for _, spans in itertools.groupby(side_by_side(running), key=lambda span: span[0].size):
+            *near, (*_, row) = spans
+            for span in near:
+                if self._swap(row, span[-1].start + row.size):
+                    return
+        self._untidy = False
+
+    def _size(self, length: int) -> int:
+        return min(self.longest, ROW_TOKENS << max(0, math.ceil(length / ROW_TOKENS) - 1).bit_length())
+
+    def _place(self, row: Row, size: int) -> bool:
+        """Put a row where nothing lies, or else what has not been used for longest."""
+        count = size // ROW_TOKENS
+
+        def last_used(at: int) -> float:
+            return max((other.used for other in self._rows[at: at + count] if other), default=-1)
+
+        at = min(range(0, len(self._rows) - count + 1, count), key=last_used)
+        if last_used(at) == math.inf:
+            return False
+        for other in {*self._rows[at: at + count]} - {None}:
+            self._forget(other)
+        row.start, row.size, self._untidy = at * ROW_TOKENS, size, True
+        self._own(row.start, size, row)
+        return True
+
+    def _own(self, start: int, size: int, row: Row | None) -> None:
+        self._rows[start // ROW_TOKENS: (start + size) // ROW_TOKENS] = [row] * (size // ROW_TOKENS)
+
+    def _note(self, row: Row, blocks: Sequence[bytes]) -> None:
+        row.blocks += blocks
+        for block in blocks:
+            self._found.setdefault(block, []).append(row)
+
+    def _forget(self, row: Row) -> None:
+        self._own(row.start, row.size, None)
+        for block in row.blocks:
+            self._found[block].remove(row)
+            if not self._found[block]:
+                del self._found[block]
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        for held in itertools.chain(*self.layers):
+            held[:, target: target + length] = held[:, source: source + length]
+
+    def _swap(self, row: Row, target: int) -> bool:
+        """Let a row and what lies at `target` change places, unless something there runs or is too long."""
+        source, size = row.start, row.size
+        here = self._rows[target // ROW_TOKENS: (target + size) // ROW_TOKENS]
+        others = {*here} - {None}
+        if any(o.used == math.inf or o.start < target or o.start + o.size > target + size for o in others):
+            return False
+        length = max(row.length, *(o.start + o.length - target for o in others), 0)
+        for held in itertools.chain(*self.layers) if others else ():
+            apart = held[:, target: target + length].clone()
+            held[:, target: target + length] = held[:, source: source + length]
+            held[:, source: source + length] = apart
+        if not others:
+            self._copy(source, target, row.length)
+        self._own(target, size, row)
+        self._rows[source // ROW_TOKENS: (source + size) // ROW_TOKENS] = here
+        for other in others:
+            other.start += source - target
+        row.start = target
+        return True
+
+
+def _hashed(root: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
+    """A hash for each whole block of tokens, and all that stands before it."""
+    width = 8 * BLOCK_TOKENS
+    data = numpy.asarray(tokens, "<i8").tobytes()
+    for at in range(0, len(data) - width + 1, width):
+        root = hashlib.blake2b(root + data[at: at + width], digest_size=16).digest()
+        yield root
+
+
+def side_by_side(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """The rows in groups of one length that one strided view shows, those of a length together."""
+    span: list[Row] = []
+    for row in sorted(rows, key=lambda row: (row.size, row.start)):
+        if span and (row.size, row.start) != (span[-1].size, span[-1].start + row.size):
+            yield span
+            span = []
+        span.append(row)
+    if span:
+        yield span
+
+
+class Stretch:
+    """Rows side by side with one new token each, or one row with more: what one call of attention computes."""
+
+    def __init__(self, rows: Sequence[Row], count: int, at: int) -> None:
+        self.rows, self.count, self.at = rows, count, at  # where its tokens begin in the step
+        self._masks: dict[Any, Any] = {}
+
+    def attend(self, query: Any, key: Any, value: Any, window: int | None, scaling: float, sinks: Any) -> torch.Tensor:
+        """`query` is the step's `[token, head, dim]`, the others the pool's of a layer."""
+        from torch.nn.functional import scaled_dot_product_attention as attention
+
+        n, count, first = len(self.rows), self.count, self.rows[0]
+        query, kv = query[self.at: self.at + n * count], len(key)
+        if count > 1 and not first.length and sinks is None and not (window and window < count):
+            key, value = (held[None, :, first.start: first.start + count] for held in (key, value))
+            query = query.transpose(0, 1)[None]
+            return attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)[0].transpose(0, 1)
+        begin, end, mask = self._mask(window, query)
+        key, value = (held.as_strided((n, kv, end - begin, held.shape[2]),
+                                      (first.size * held.shape[2], held.stride(0), held.shape[2], 1),
+                                      (first.start + begin) * held.shape[2]) for held in (key, value))
+        # The heads that share a key become queries of one head, or, of one row, a batch: so nothing is repeated.
+        if count == 1:
+            query = query.unflatten(1, (kv, -1))
+        else:
+            query = query.transpose(0, 1).unflatten(0, (kv, -1))
+            key, value = (held[0][:, None].expand(-1, query.shape[1], -1, -1) for held in (key, value))
+        if sinks is None:
+            out = attention(query, key, value, attn_mask=mask, scale=scaling)
+        else:
+            out = _attention_with_sinks(query, key, value, mask, scaling, sinks.view(kv, -1, 1, 1)
+                                        if count > 1 else sinks.view(kv, -1, 1))
+        return out.flatten(1, 2) if count == 1 else out.flatten(0, 1).transpose(0, 1)
+
+    def _mask(self, window: int | None, query: torch.Tensor) -> tuple[int, int, torch.Tensor]:
+        """From where to where in the rows there is something to see, and what each query sees of it."""
+        import torch
+
+        if window not in self._masks:
+            lengths = [row.length for row in self.rows]
+            begin, end = max(0, min(lengths) + 1 - window) if window else 0, max(lengths) + self.count
+            place = torch.tensor(lengths, device=query.device)[:, None] + torch.arange(self.count, device=query.device)
+            seen = torch.arange(begin, end, device=query.device)
+            hidden = seen > place[..., None]
+            if window:
+                hidden |= seen <= place[..., None] - window
+            mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -math.inf)
+            self._masks[window] = begin, end, mask[:, None]
+        return self._masks[window]
+
+
+def _attention_with_sinks(query: Any, key: Any, value: Any, mask: Any, scaling: float, sinks: Any) -> torch.Tensor:
+    """A sink takes its share of a head's attention and gives nothing."""
+    import torch
+
+    scores = query @ key.transpose(-1, -2) * scaling + mask
+    scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
+    return scores.softmax(-1)[..., :-1].to(value.dtype) @ value
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:  # of a step
+    stretches: list[Stretch]
+    places: torch.Tensor  # of the new tokens in the pool
+
+
+def attend(module: Any, query: Any, key: Any, value: Any, window: Any, scaling: float | None = None, s_aux: Any = None,
+           plan: Plan | None = None, **others: Any) -> tuple[torch.Tensor, None]:
+    """A network's attention in a flat step: `query` is `[1, head, token, dim]`, `window` what `window_of` said."""
+    import torch
+
+    if not isinstance(window, int | None) or not getattr(module, "is_causal", True) or any(
+            others.get(name) is not None for name in ("softcap", "position_bias")):
+        raise NotFlat("its attention has masks, biases or caps of its own")
+    query, scaling = query[0].transpose(0, 1), scaling or query.shape[-1] ** -0.5
+    outs = [stretch.attend(query, key, value, window, scaling, s_aux) for stretch in plan.stretches]
+    return torch.cat(outs)[None], None
+
+
+def window_of(mask_function: Any, local_size: int | None = None, attention_mask: Any = None,
+              allow_is_causal_skip: bool = True, **_: Any) -> int | None:
+    """A network's mask in a flat step: how many tokens a query sees, None being all. Raises NotFlat for other masks."""
+    import torch
+    from transformers.masking_utils import causal_mask_function
+
+    plain = mask_function is causal_mask_function
+    if local_size:
+        place = torch.tensor(local_size)  # where a sliding window goes on and one of chunks begins anew
+        plain = bool(mask_function(0, 0, place, place - 1)) and not mask_function(0, 0, place, place - local_size)
+    if attention_mask is not None or not allow_is_causal_skip or not plain:
+        raise NotFlat("it masks attention in its own way")
+    return local_size
+
+
+def flat_layers(network: Any, config: Any, solo: SoloRunner) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What each layer keeps of four tokens. Raises NotFlat for a network whose parts do not allow a flat batch."""
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.cache_utils import DynamicLayer
+
+    AttentionInterface.register("flat", attend)
+    AttentionMaskInterface.register("flat", window_of)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    kinds = {str(rope.get("rope_type")) for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
+    reasons = {
+        "it ships its own code": type(network).__module__.startswith("transformers_modules"),
+        "it keeps a running state": network._is_stateful,
+        "it computes all logits": "logits_to_keep" not in solo._options,
+        "parts of it are moved about": any(hasattr(part, "_hf_hook") for part in network.modules()),
+        "its positions depend on the longest sequence": bool(kinds & {"dynamic", "longrope"}),
+        "it looks at media in every layer": bool(getattr(config, "cross_attention_layers", None)),
+        "its attention cannot be replaced": not network._can_set_attn_implementation()}
+    if why := next((reason for reason, holds in reasons.items() if holds), None):
+        raise NotFlat(why)
+    memory, _ = solo.open([], 0)
+    with torch.inference_mode():
+        solo.feed(memory, [1, 2, 3, 1])
+    layers = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in memory.cache.layers]
+    if not all(isinstance(layer, DynamicLayer) and layer.keys is not None and layer.keys.shape[-2] == 4
+               for layer in memory.cache.layers):
+        raise NotFlat("its layers keep more than keys and values")
+    return layers
+
+
+def pool_tokens(layers: Sequence[tuple[Any, Any]], context: int, gib: float | None, fraction: float) -> int:
+    """How many tokens the pool may hold: what the operator says, or what the device has free; a processor, which has
+    other work, gives 16 sequences of middling length, if that is no quarter of its memory; but one whole context."""
+    import psutil
+    import torch
+
+    each = sum(x.shape[1] * x.shape[3] * x.element_size() for pair in layers for x in pair)
+    if gib:
+        return int(gib * 2**30 / each)
+    device = layers[0][0].device
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * fraction / each)
+    free = psutil.virtual_memory().available / each
+    whole = context + ROW_TOKENS
+    return int(max(min(16 * min(whole, 4096), free / 4), min(whole, free * fraction)))
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max() / a.abs().max())
+
+
+class FlatRunner:
+    """One forward of the network for everybody: all tokens of a step side by side, without padding, over the pool."""
+
+    def __init__(self, network: Any, config: Any, pool: Pool, solo: SoloRunner) -> None:
+        self._network, self._config, self._pool, self._solo = network, config, pool, solo
+        self.open, self.fork, self.reserve, self.close = pool.open, pool.fork, pool.reserve, pool.close
+
+    @property
+    def room(self) -> tuple[int, int]:
+        return self._pool.room
+
+    def forward(self, work: Sequence[Work]) -> torch.Tensor | None:
+        import torch
+
+        if any(item.media is not None for item in work):
+            return torch.cat([self._look(item) for item in work])
+        self._pool.tidy()
+        single, stretches, at = {item.state: item for item in work if len(item.tokens) == 1}, list[Stretch](), 0
+        groups = [*side_by_side(single), *([item.state] for item in work if len(item.tokens) > 1)]
+        fed = {item.state: item.tokens for item in work}
+        for rows in groups:
+            stretches.append(Stretch(rows, len(fed[rows[0]]), at))
+            at += len(rows) * stretches[-1].count
+        order = [row for stretch in stretches for row in stretch.rows]
+        ids = [token for row in order for token in fed[row]]
+        within = [row.length + n for row in order for n in range(len(fed[row]))]
+        starts = [row.start for row in order for _ in fed[row]]
+        shifts = [row.shift for row in order for _ in fed[row]]
+        ends = dict(zip(order, itertools.accumulate(len(fed[row]) for row in order), strict=True))
+        keep = [ends[item.state] - 1 for item in work for _ in range(item.wants)]
+        on_device = functools.partial(torch.tensor, device=self._network.device)
+        ids, within, starts, shifts, kept = map(on_device, (ids, within, starts, shifts, keep or [0]))
+        own, self._config._attn_implementation = self._config._attn_implementation, "flat"
+        try:
+            out = self._network(input_ids=ids[None], position_ids=(within + shifts)[None], cache=self._pool,
+                                plan=Plan(stretches, starts + within), use_cache=True, logits_to_keep=kept)
+        finally:
+            self._config._attn_implementation = own
+        for item in work:
+            self._pool.grow(item.state, item.tokens)
+        return out.logits[0].float() if keep else None
+
+    def _look(self, item: Work) -> torch.Tensor:
+        """A prompt with media goes through the network as it is, for its own masks and positions; into the row go its
+        keys and values."""
+        from transformers import DynamicCache
+
+        memory, row = self._solo.open([], 0)[0], item.state
+        memory.cache = DynamicCache()  # which keeps all that a sliding window would leave behind
+        logits = self._solo.feed(memory, item.tokens, item.media)
+        for held, layer in zip(self._pool.layers, memory.cache.layers, strict=True):
+            for pool, new in zip(held, (layer.keys, layer.values), strict=True):
+                pool[:, row.start: row.start + len(item.tokens)] = new[0]
+        row.shift = next((int(kept.flatten()[0]) for kept in memory.kept if kept is not None), 0)
+        self._pool.grow(row, item.tokens)
+        return logits.expand(item.wants, -1)
+
+
 class Model:
     """One loaded model. `prepare` and `check` may be called from any thread, all else from the engine thread only."""
 
-    def __init__(self, name: str, processor: Any, network: Any, max_context: int | None = None) -> None:
+    def __init__(self, name: str, processor: Any, network: Any, max_context: int | None = None,
+                 cache_gib: float | None = None, cache_fraction: float = 0.9) -> None:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         network = getattr(network, "thinker", network)  # of Qwen's that speak: the part that writes
@@ -1923,8 +2405,7 @@ class Model:
         self.name, self._tokenizer, self._network = name, tokenizer, network
         self._config = network.config.get_text_config(decoder=True)
         takes = inspect.signature(network.forward).parameters
-        self._forward_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        self._keepers = [part for part in network.modules() if hasattr(part, "rope_deltas")]
+        self._runner: Runner = SoloRunner(network, self._config)
         self._decoder = tokenizer.backend_tokenizer
         self._added = self._decoder.get_added_tokens_decoder()
         self._learn_senses(processor, {*takes, *inspect.signature(network.base_model.forward).parameters})
@@ -1945,6 +2426,7 @@ class Model:
         self.defaults = Sampling(temperature=temperature, top_p=own.top_p or 1.0, top_k=own.top_k or 0,
                                  min_p=own.min_p or 0.0, repetition_penalty=own.repetition_penalty or 1.0)
         self.prefills_in_pieces, self.runs_alone = self._try_out()
+        self._choose_runner(cache_gib, cache_fraction)
 
     @functools.cached_property
     def _plain_encoder(self) -> Any:
@@ -1968,6 +2450,9 @@ class Model:
                 if takes & shows:
                     self._parts[sense], self._placeholders[sense] = name, token
         self.senses = frozenset(self._parts)
+        named = {f"{sense}_token_{end}" for sense in SENSES for end in ("id", "index")}
+        told = {getattr(self._network.config, name, None) for name in named}
+        self._sensed_ids = told | {self._decoder.token_to_id(token) for token in self._placeholders.values()} - {None}
         self.audio_rate: int | None = None
         if "audio" in self.senses:
             self.audio_rate = getattr(processor, self._parts["audio"]).sampling_rate
@@ -2043,16 +2528,15 @@ class Model:
         pieces = (tokens[:20], tokens[20:40], tokens[40:])
 
         def logits(*pieces: list[int], beside: bool = False) -> torch.Tensor:
-            state, company = self.open(), [Work(self.open(), tokens[::-1], 0)] if beside else []
+            state, company = self._runner.open([], 0)[0], []
+            if beside:
+                company = [Work(self._runner.open([], 0)[0], tokens[::-1], 0)]
             for piece in pieces:
                 out = self.forward([Work(state, piece, 1), *company])
             return out
 
-        def differ(a: torch.Tensor, b: torch.Tensor) -> float:
-            return float((a - b).abs().max() / a.abs().max())
-
-        apart = differ(logits(tokens), logits(*pieces))
-        disturbed = differ(logits(*pieces), logits(*pieces, beside=True)) > 1e-3
+        apart = _apart(logits(tokens), logits(*pieces))
+        disturbed = _apart(logits(*pieces), logits(*pieces, beside=True)) > 1e-3
         # In half precision rounding hides the difference that a running state makes, so such a model is not trusted.
         is_half = str(self._network.dtype) != "torch.float32"
         in_pieces = apart <= 0.1 and not self._network._is_stateful if is_half else apart <= 1e-5
@@ -2060,6 +2544,45 @@ class Model:
         log.info("prompts are computed %s%s", "in pieces" if in_pieces else "whole",
                  "; one sequence at a time" if disturbed else "")
         return in_pieces, disturbed
+
+    def _choose_runner(self, gib: float | None, fraction: float) -> None:
+        """The flat batch, where the network's parts and a comparison of its logits allow it; `runner` says why not."""
+        import torch
+
+        solo = self._runner
+        try:
+            if self.runs_alone:
+                raise NotFlat("a second sequence disturbs a first")
+            layers = flat_layers(self._network, self._config, solo)
+            pool = Pool(layers, pool_tokens(layers, self.context, gib, fraction), self.context)
+            self._runner = FlatRunner(self._network, self._config, pool, solo)
+            with torch.inference_mode():
+                self._compare(self._runner, solo)
+            self.runner, self.context = "flat batch", min(self.context, pool.longest)
+        except Exception as error:  # a door to foreign code: networks fail in their own ways on what they do not know
+            self._runner, why = solo, str(error) if isinstance(error, NotFlat) else f"it raises {type(error).__name__}"
+            self.runner = f"one forward per sequence: {why}"
+            log.debug("no flat batch", exc_info=not isinstance(error, NotFlat))
+        log.info("sequences are computed in %s", self.runner)
+
+    def _compare(self, flat: FlatRunner, solo: SoloRunner) -> None:
+        """Raise NotFlat unless sequences in pieces and in company have the logits that each has alone and whole."""
+        size = min(self._config.vocab_size, 30_000)
+        texts = [[(i * 7919 + n) % size for i in range(length)] for n, length in ((11, 48), (5, 31), (2, 19))]
+        rows, fed, worst = [flat.open([], 48)[0] for _ in texts], [0, 0, 0], 0.0
+        for sizes in ((20, 29, 0), (20, 1, 17), (7, 1, 1), (1, 0, 1)):
+            work = []
+            for n, count in enumerate(sizes):
+                work += [Work(rows[n], texts[n][fed[n]: fed[n] + count], 1)] if count else []
+                fed[n] += count
+            got = flat.forward(work)
+            alone = [Work(solo.open([], 0)[0], texts[n][: fed[n]], 1) for n, count in enumerate(sizes) if count]
+            worst = max(worst, *(_apart(want, have) for want, have in zip(solo.forward(alone), got, strict=True)))
+        for row in rows:
+            flat.close(row, keep=False)
+        log.debug("in a flat batch, logits differ by %.1e of their size", worst)
+        if not worst <= (1e-4 if str(self._network.dtype) == "torch.float32" else 0.1):
+            raise NotFlat(f"its logits would differ by {worst:.1e} of their size")
 
     # -- text to tokens ----------------------------------------------------------------------------------------
     def prepare(self, chat: Chat) -> Prompt:
@@ -2095,7 +2618,9 @@ class Model:
         opening = marker.sub(lambda match: bytes.fromhex(match[1]).decode(), opening)
         if grammar := self._grammar(chat, opening):
             self._compiled(grammar)
-        prompt = Prompt(ids, opening, grammar, chat.tools, chat.must_call, chat.max_calls, sensed)
+        key, places = b"".join(item.key for item in media), [n for n, i in enumerate(ids) if i in self._sensed_ids]
+        end = (places[-1] + 1 if places else len(ids)) if media else 0
+        prompt = Prompt(ids, opening, grammar, chat.tools, chat.must_call, chat.max_calls, sensed, key, end)
         if chat.continues and self.reader(prompt, ()).begins_call:
             raise invalid_value(chat.param, "the last message begins a call, which cannot be continued")
         return prompt
@@ -2287,15 +2812,27 @@ class Model:
         return tokens, re.compile(f"({_any_of(tokens)})")
 
     # -- tokens to logits to tokens ----------------------------------------------------------------------------
-    def open(self) -> Any:
-        """Memory for one new sequence."""
-        from transformers import DynamicCache
+    def open(self, tokens: list[int], budget: int, prompt: Prompt, owner: str) -> tuple[Any, int] | None:
+        """Memory for one sequence and how many of its tokens it already holds; None: there is no room now."""
+        root = hashlib.blake2b(prompt.media_key + owner.encode(), digest_size=16).digest()
+        return self._runner.open(tokens, budget, root, prompt.media_end)
 
-        return Memory(DynamicCache(config=self._config), [None] * len(self._keepers))
+    def fork(self, state: Any) -> Any | None:
+        """A second sequence that goes on from the same place; None: there is no room now."""
+        return self._runner.fork(state)
 
-    def fork(self, state: Any) -> Any:
-        """A second sequence that goes on from the same place."""
-        return copy.deepcopy(state)
+    def reserve(self, state: Any, length: int) -> bool:
+        """Whether a sequence may grow to so many tokens now."""
+        return self._runner.reserve(state, length)
+
+    def close(self, state: Any, keep: bool = True) -> None:
+        """Give a sequence's room back; unless it failed, what it holds can be found until the room is needed."""
+        self._runner.close(state, keep)
+
+    @property
+    def room(self) -> tuple[int, int] | None:
+        """Tokens that the cache holds for sequences that run, and that it has room for; None: it has no bound."""
+        return self._runner.room
 
     def check(self, sampling: Sampling) -> None:
         """Refuse token ids that this model does not have."""
@@ -2338,20 +2875,8 @@ class Model:
         """Feed every sequence its tokens; the logits `[wanted, vocabulary]` in float32, or None if none is wanted."""
         import torch
 
-        rows = []
         with torch.inference_mode():
-            for item in work:
-                network, memory = self._network, item.state
-                ids = torch.tensor([item.tokens], device=network.device)
-                media = copy.copy(item.media).to(network.device, network.dtype) if item.media is not None else {}
-                for part, kept in zip(self._keepers, memory.kept, strict=True):
-                    part.rope_deltas = kept
-                out = network(input_ids=ids, cache=memory.cache, use_cache=True, return_dict=True,
-                              **self._forward_options, **media)
-                memory.kept = [part.rope_deltas for part in self._keepers]
-                if item.wants:
-                    rows += [out.logits[0, -1].float()] * item.wants
-            return torch.stack(rows) if rows else None
+            return self._runner.forward(work)
 
     def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
         return sample_rows(logits, draws)
@@ -2411,10 +2936,17 @@ class Model:
         """What a failed step means to the client."""
         import torch
 
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
             return ApiError(503, "The server ran out of memory for this request; try a shorter one or try later.",
                             "server_overloaded", headers={"retry-after": "5"})
         return ApiError(500, "The model failed while generating.", "generation_failed")
+
+    def free_memory(self) -> None:
+        """Give back what a step that ran out of memory has left behind."""
+        import torch
+
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
 
 def context_error(context: int, prompt: int | str, param: str, budget: int | None = None) -> ApiError:
@@ -2697,40 +3229,53 @@ def _filter_rows(probabilities: torch.Tensor, draws: Sequence[Draw]) -> torch.Te
 class Job:
     """One generation. The engine thread owns it; others may only set `cancelled`."""
 
-    def __init__(self, prompt: Prompt, sampling: Sampling, emit: Callable[[Event], None]) -> None:
-        self.prompt, self.sampling, self.emit = prompt, sampling, emit
+    def __init__(self, prompt: Prompt, sampling: Sampling, emit: Callable[[Event], None], owner: str = "") -> None:
+        self.prompt, self.sampling, self.emit, self.owner = prompt, sampling, emit, owner
         self.prompt_ids = frozenset(prompt.tokens)
-        self.fed = 0  # prompt tokens that the model has seen
-        self.choices: list[Choice] = []  # those under way: one in prefill, all of them from the first token on
-        self.cancelled = False
+        self.choices = [Choice(self, 0)]  # that have not ended: one in prefill, all of them from the first token on
+        self.started = self.forked = self.cancelled = False
 
 
 class Choice:
     """One of a job's answers: its own tokens, memory and reader. The engine thread owns it."""
 
-    def __init__(self, job: Job, index: int, model: Model, origin: Choice | None = None) -> None:
-        s = job.sampling
-        self.index, self.state = index, model.fork(origin.state) if origin else model.open()
-        self.reader, self.grammar = model.reader(job.prompt, s.stop), model.follow(job.prompt)
-        self.stop_ids = s.stop_ids if s.ignore_eos else s.stop_ids | model.stop_ids  # the tokens that end it
+    def __init__(self, job: Job, index: int) -> None:
+        self.job, self.index = job, index
+        self.state: Any = None  # what the model remembers of it, while it runs
+        self.fed = 0  # tokens of the prompt and of the answer that this covers
         self.produced: list[int] = []
         self.counts: Counter[int] = Counter()
+        self.reader: ReplyReader | None = None
 
-    def draw(self, job: Job) -> Draw:
-        n = len(self.produced)
-        banned = self.stop_ids if n < job.sampling.min_tokens else frozenset()
+    def begin(self, model: Model) -> Choice:
+        prompt, s = self.job.prompt, self.job.sampling
+        self.reader, self.grammar = model.reader(prompt, s.stop), model.follow(prompt)
+        self.stop_ids = s.stop_ids if s.ignore_eos else s.stop_ids | model.stop_ids  # the tokens that end it
+        return self
+
+    @property
+    def left(self) -> int:
+        return len(self.job.prompt.tokens) + len(self.produced) - self.fed
+
+    def next(self, size: int) -> list[int]:
+        begin, end, tokens = self.fed, self.fed + size, self.job.prompt.tokens
+        return tokens[begin: end] + self.produced[max(0, begin - len(tokens)): max(0, end - len(tokens))]
+
+    def draw(self) -> Draw:
+        n, sampling = len(self.produced), self.job.sampling
+        banned = self.stop_ids if n < sampling.min_tokens else frozenset()
         allowed = self.grammar.compute_bitmask() if self.grammar else None
-        return Draw(job.sampling, n, self.index, self.counts, job.prompt_ids, banned, allowed)
+        return Draw(sampling, n, self.index, self.counts, self.job.prompt_ids, banned, allowed)
 
 
 class Engine:
     """Runs every generation. The engine thread owns all of this; other threads touch `_inbox` only."""
 
-    def __init__(self, model: Model, places: int, chunk: int) -> None:
-        self._model, self.places, self._chunk = model, 1 if model.runs_alone else places, chunk
+    def __init__(self, model: Model, places: int, batch: int) -> None:
+        self._model, self.places, self._batch = model, 1 if model.runs_alone else places, batch
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._waiting: deque[Job] = deque()
-        self._running: list[Job] = []
+        self._waiting: deque[Choice] = deque()
+        self._running: list[Choice] = []  # the newest last
         self._alone = False  # whether the last step was one prompt's with media
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -2748,81 +3293,156 @@ class Engine:
 
     def _run(self) -> None:
         while self._admit():
-            self._step()
+            if self._running:
+                self._step()
 
+    # -- who runs ----------------------------------------------------------------------------------------------
     def _admit(self) -> bool:
-        """Take what came in, drop what was cancelled, fill the free places; sleep while there is nothing to do.
-        False: it is time to stop."""
+        """Take what came in, drop what was cancelled, begin what has a place and room; sleep while there is nothing
+        to do. False: it is time to stop."""
         with contextlib.suppress(queue.Empty):
             while job := self._inbox.get(block=not self._running and not self._waiting):
-                self._waiting.append(job)
+                self._waiting += job.choices
             return False
-        self._running = [job for job in self._running if not job.cancelled]
-        self._waiting = deque(job for job in self._waiting if not job.cancelled)
-        while self._waiting:
-            taken = sum(job.sampling.choices for job in self._running)
-            if taken and taken + self._waiting[0].sampling.choices > self.places:
-                break
-            self._running.append(self._waiting.popleft())
-            self._running[-1].emit(Started())
+        for choice in [choice for choice in self._running if choice.job.cancelled]:
+            self._release(choice)
+        self._waiting = deque(choice for choice in self._waiting if not choice.job.cancelled)
+        while self._waiting and self._has_place(self._waiting[0].job) and self._begin(self._waiting[0]):
+            pass
         return True
 
+    def _has_place(self, job: Job) -> bool:
+        taken = sum(other.sampling.choices for other in {choice.job for choice in self._running} - {job})
+        return not taken or taken + job.sampling.choices <= self.places
+
+    def _begin(self, choice: Choice) -> bool:
+        """Give a choice its room and let it run. False: there is none."""
+        job, refusal = choice.job, None
+        try:
+            choice = choice if choice.reader else choice.begin(self._model)
+            budget = job.sampling.max_new_tokens - len(choice.produced)
+            opened = self._model.open(choice.next(choice.left), budget, job.prompt, job.owner)
+            if opened is None and self._running:
+                return False
+            if opened is None:
+                refusal = ApiError(503, "The server has no room for this request.", "server_overloaded")
+        except Exception as error:
+            log.exception("a job could not begin")
+            refusal = self._model.failure(error)
+        if refusal:
+            self._fail(job, refusal)
+            return True
+        choice.state, choice.fed = opened
+        self._waiting.remove(choice)
+        self._running.append(choice)
+        if not job.started:
+            job.started = True
+            job.emit(Started(choice.fed))
+        return True
+
+    def _release(self, choice: Choice, keep: bool = True) -> None:
+        self._running.remove(choice)
+        self._model.close(choice.state, keep)
+        choice.state, choice.fed = None, 0
+
+    def _give_way(self, choice: Choice) -> None:
+        """Let a choice wait again, to go on later from what it has produced."""
+        self._release(choice)
+        self._waiting.appendleft(choice)
+
+    # -- a step ------------------------------------------------------------------------------------------------
     def _step(self) -> None:
-        plan: list[tuple[Job, Choice, Work]] = []
+        plan: list[tuple[Choice, Work]] = []
         refusal: ApiError | None = None
         try:
             plan = self._schedule()
-            logits = self._model.forward([work for _, _, work in plan])
+            logits = self._model.forward([work for _, work in plan])
             drawn = self._drawn(plan)
-            draws = [choice.draw(job) for job, choice in drawn]
+            draws = [choice.draw() for choice in drawn]
             tokens = self._model.sample(logits, draws) if draws else []
             asked = any(draw.sampling.top_logprobs is not None for draw in draws)
             logprobs = self._model.logprobs(logits, draws, tokens) if asked else [None] * len(draws)
-            for (job, choice), token, logprob in zip(drawn, tokens, logprobs, strict=True):
-                if job.choices:  # else another choice of it has failed in this very step
-                    self._advance(job, choice, token, logprob)
+            for choice, token, logprob in zip(drawn, tokens, logprobs, strict=True):
+                if choice in choice.job.choices:  # else another one of the job has failed in this very step
+                    self._advance(choice, token, logprob)
         except Exception as error:
             log.exception("engine step failed")
             refusal = self._model.failure(error)
         if refusal:  # outside the handler: while it runs, the traceback keeps the step's tensors alive
-            planned = {job for job, _, _ in plan} or set(self._running)
-            for job in [job for job in self._running if job in planned]:
-                self._fail(job, refusal)
+            self._recover([choice for choice, _ in plan] or self._running, refusal)
 
-    def _schedule(self) -> list[tuple[Job, Choice, Work]]:
-        """One token of each answer under way, and one chunk of the prompt that has waited longest. A prompt with media
-        goes whole and, as it may fail in ways that only the network knows, in a step of its own, every other one."""
-        plan, room = [], self._chunk
-        fresh = [job for job in self._running if job.prompt.media is not None]
-        others = [job for job in self._running if job.prompt.media is None]
+    def _recover(self, planned: Sequence[Choice], refusal: ApiError) -> None:
+        """A step that failed ends the jobs it fed; one that ran out of memory only the newest, and the others, of which
+        nobody knows how far they came, begin anew."""
+        jobs = [*dict.fromkeys(choice.job for choice in planned if choice.job.choices)]
+        crowded = refusal.code == "server_overloaded"
+        for job in jobs[-1:] if crowded else jobs:
+            self._fail(job, refusal)
+        for choice in [choice for choice in reversed(self._running) if choice in planned]:
+            self._give_way(choice)
+        if crowded:
+            self._model.free_memory()
+
+    def _schedule(self) -> list[tuple[Choice, Work]]:
+        """Who is fed how much. A prompt with media goes whole and, as it may fail in ways that only the network knows,
+        in a step of its own, every other one. Whoever outgrows the room there is makes the newest give way."""
+        fresh = [choice for choice in self._running if choice.job.prompt.media is not None and not choice.fed]
+        others = [choice for choice in self._running if choice not in fresh]
         self._alone = bool(fresh) and not (self._alone and others)
-        for job in fresh[:1] if self._alone else others:
-            left = len(job.prompt.tokens) - job.fed
-            if not left:
-                plan += [(job, choice, Work(choice.state, [choice.produced[-1]], 1)) for choice in job.choices]
-            elif room > 0:
-                job.choices = job.choices or [Choice(job, 0, self._model)]
-                media = job.prompt.media  # which the network must see with all of its tokens
-                size = min(left, room) if self._model.prefills_in_pieces and media is None else left
-                tokens = job.prompt.tokens[job.fed: job.fed + size]
-                job.fed, room = job.fed + size, room - size
-                wants = job.sampling.choices if size == left else 0
-                plan.append((job, job.choices[0], Work(job.choices[0].state, tokens, wants, media)))
-                if media is not None:  # seen once, and large
-                    job.prompt = dataclasses.replace(job.prompt, media=None)
+        shares = {fresh[0]: fresh[0].left} if self._alone else self._shares(others)
+        plan = []
+        for choice in [choice for choice in self._running if choice in shares]:
+            size, job = shares[choice], choice.job
+            if choice in self._running and self._fits(choice, choice.fed + size):
+                wants = 0 if size < choice.left else 1 if job.forked else job.sampling.choices
+                media = job.prompt.media if self._alone else None
+                plan.append((choice, Work(choice.state, choice.next(size), wants, media)))
         return plan
 
-    def _drawn(self, plan: Sequence[tuple[Job, Choice, Work]]) -> list[tuple[Job, Choice]]:
+    def _shares(self, choices: Sequence[Choice]) -> dict[Choice, int]:
+        """One token of each answer under way, and of prompts what the batch has room for: short ones first, which
+        hardly keep the others waiting, then the one that has waited longest."""
+        shares = {choice: 1 for choice in choices if choice.left == 1}
+        room = max(self._batch - len(shares), self._batch // 4)  # however many answers are under way
+        prompts = [choice for choice in choices if choice.left > 1]
+        for choice in sorted(prompts, key=lambda choice, short=room // 2: choice.left > short):
+            if room > 0:
+                shares[choice] = min(choice.left, room) if self._model.prefills_in_pieces else choice.left
+                room -= shares[choice]
+        return shares
+
+    def _fits(self, choice: Choice, length: int) -> bool:
+        while not self._model.reserve(choice.state, length):
+            newest = self._running[-1]
+            self._give_way(newest)
+            if newest is choice:
+                return False
+        return True
+
+    def _drawn(self, plan: Sequence[tuple[Choice, Work]]) -> list[Choice]:
         """Who gets a token in this step, in the order of the logits; a prompt that is done forks into its choices."""
         drawn = []
-        for job, choice, work in plan:
-            forks = [Choice(job, n, self._model, choice) for n in range(1, work.wants)]
-            job.choices += forks
-            drawn += [(job, each) for each in (choice, *forks)[: work.wants]]
+        for choice, work in plan:
+            choice.fed += len(work.tokens)
+            if work.wants:
+                choice.job.forked = True
+                drawn += [choice, *(self._fork(choice, n) for n in range(1, work.wants))]
         return drawn
 
-    def _advance(self, job: Job, choice: Choice, token: int, logprob: TokenLogprob | None) -> None:
+    def _fork(self, origin: Choice, index: int) -> Choice:
+        """Another choice of a job; where there is no room for it, it goes on later."""
+        choice, state = Choice(origin.job, index).begin(self._model), self._model.fork(origin.state)
+        origin.job.choices.append(choice)
+        if state is None:
+            self._waiting.appendleft(choice)
+        else:
+            choice.state, choice.fed = state, origin.fed
+            self._running.append(choice)
+        return choice
+
+    def _advance(self, choice: Choice, token: int, logprob: TokenLogprob | None) -> None:
         """Take a choice's next token: show it, and end the choice, and with its last one the job, where it ends."""
+        job = choice.job
         choice.produced.append(token)
         choice.counts[token] += 1
         at_end = token in choice.stop_ids
@@ -2837,14 +3457,23 @@ class Engine:
         deltas += choice.reader.flush() if ended else ()
         job.emit(Produced(token, deltas, choice.index, None if at_end else logprob, choice.reader.part))
         if ended:
-            job.choices.remove(choice)
-            if not job.choices:
-                self._running.remove(job)
+            self._drop(choice)
             job.emit(Finished("stop" if stopped else "length", choice.index))
 
+    def _drop(self, choice: Choice, keep: bool = True) -> None:
+        """A choice has ended; with the last of a job go its media, which are large."""
+        job = choice.job
+        job.choices.remove(choice)
+        if choice in self._running:
+            self._release(choice, keep)
+        else:
+            self._waiting.remove(choice)
+        if not job.choices:
+            job.prompt = dataclasses.replace(job.prompt, media=None)
+
     def _fail(self, job: Job, error: ApiError) -> None:
-        self._running.remove(job)
-        job.choices = []
+        for choice in [*job.choices]:
+            self._drop(choice, keep=False)
         job.emit(Failed(error))
 
 
@@ -3493,7 +4122,7 @@ class Reply:
         self.id, self.model, self.created = id, model, int(time.time())
         self.choices = [Said() for _ in range(choices)]
         self.accepted = Accepted(0, Sampling())  # the real one follows
-        self.completion_tokens = self.reasoning_tokens = 0
+        self.completion_tokens = self.reasoning_tokens = self.cached_tokens = 0
         self.made = 0  # frames
 
     @property
@@ -3504,6 +4133,8 @@ class Reply:
         match event:
             case Accepted():
                 self.accepted = event
+            case Started(cached):
+                self.cached_tokens = cached
             case Produced():
                 self.completion_tokens += 1
                 self.reasoning_tokens += event.part is ReasoningDelta
@@ -3649,7 +4280,7 @@ class ChatReply(Reply):
     def _usage(self) -> Item:
         asked, made = self.accepted.prompt_tokens, self.completion_tokens
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made,
-                "prompt_tokens_details": {"cached_tokens": 0},
+                "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
                 "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
 
 
@@ -3861,7 +4492,7 @@ class ResponseReply(Reply):
                   for n, part in enumerate(self._parts)]
         asked, made = self.accepted.prompt_tokens, self.completion_tokens
         usage = {"input_tokens": asked, "output_tokens": made, "total_tokens": asked + made,
-                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                 "input_tokens_details": {"cached_tokens": self.cached_tokens, "cache_write_tokens": 0},
                  "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
         # What the model's own are is known when it has loaded; until then it is what OpenAI's are.
         used = {name: 1.0 if (value := getattr(self.accepted.sampling, name)) is None else value
@@ -4098,7 +4729,7 @@ class Server:
             log.error("model load failed after %.1f s: %s", seconds, error.detail)
             return
         self.model_status, self.model = "ready", loading.result()
-        self._engine = Engine(self.model, self.settings.max_concurrent_requests, self.settings.prefill_chunk_tokens)
+        self._engine = Engine(self.model, self.settings.max_concurrent_requests, self.settings.max_batch_tokens)
         self._engine.start()
         log.info("model ready after %.1f s: %s, context %d", seconds, self.model.name, self.model.context)
 
@@ -4116,6 +4747,7 @@ class Server:
             "context_length": self.model.context if self.model else None,
             "tools": self.model.tools if self.model else None,
             "senses": ["text", *sorted(self.model.senses)] if self.model else None,
+            "runner": self.model.runner if self.model else None,
             "storage": "off" if self.log is None else "degraded" if self.log.degraded else "ok",
             "running": self.running, "queued": len(self._generations) - self.running}
 
@@ -4197,7 +4829,8 @@ class Server:
                 log.exception("session %s could not be admitted", generation.session.id)
                 error = _unexpected()
             return self._produce(generation, Failed(error))
-        job = Job(prompt, sampling, functools.partial(self._deliver, self._produce, generation))
+        emit = functools.partial(self._deliver, self._produce, generation)
+        job = Job(prompt, sampling, emit, generation.session.owner)
         generation.stop_work.callback(setattr, job, "cancelled", True)  # the engine drops it before its next step
         if generation.background or self.running >= self._engine.places:
             self._produce(generation, Queued())

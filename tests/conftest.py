@@ -32,6 +32,7 @@ class ScriptedModel:
     """
 
     name, prefills_in_pieces, runs_alone, stop_ids = "scripted", True, False, frozenset({END})
+    runner, room = "scripted", None
     tools, senses, audio_rate = "native", frozenset(), None
     defaults = main.Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
@@ -47,10 +48,20 @@ class ScriptedModel:
         return main.Prompt([1] * sum(len(m.content.split()) for m in chat.messages), "", chat.grammar, chat.tools,
                            chat.must_call, chat.max_calls)
 
-    def open(self):
+    def open(self, tokens, budget, prompt, owner):
         self.opened += 1
+        return self.opened - 1, 0
 
     def fork(self, state):
+        return state
+
+    def reserve(self, state, length):
+        return True
+
+    def close(self, state, keep=True):
+        pass
+
+    def free_memory(self):
         pass
 
     def check(self, sampling):

@@ -59,7 +59,7 @@ def prompts():
 
 def run(model, prompts, budgets, chunk=16, **sampling):
     """The events of these prompts' jobs, all at once in one engine."""
-    engine, ends = main.Engine(model, places=8, chunk=chunk), queue.SimpleQueue()
+    engine, ends = main.Engine(model, places=8, batch=chunk), queue.SimpleQueue()
     said = [[] for _ in prompts]
 
     def emit(n, event):

@@ -663,7 +663,7 @@ def kinds_of_tokens(name, text, **fields):
     """For each token of an answer that the engine makes, the part that it belongs to."""
     chosen, events = model(name), queue.SimpleQueue()
     chosen.says = (*chosen._decoder.encode(text, add_special_tokens=False).ids, chosen._tokenizer.eos_token_id)
-    engine = main.Engine(chosen, places=1, chunk=512)
+    engine = main.Engine(chosen, places=1, batch=512)
     sampling = main.Sampling(max_new_tokens=500, temperature=0.0).filled(chosen.defaults)
     engine.submit(main.Job(prepared(name, **fields), sampling, events.put))
     engine.start()

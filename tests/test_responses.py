@@ -891,7 +891,7 @@ BEGUN = ["created", "queued"]
     ("decode", [*BEGUN, "in_progress", *told("message", 2)])])
 def test_a_response_is_cancelled_in_every_phase(settings, phase, before, ref):
     model, gate = SteppedModel(*WORDS), threading.Event()
-    app = main.create_app(settings(prefill_chunk_tokens=16, max_concurrent_requests=1),
+    app = main.create_app(settings(max_batch_tokens=16, max_concurrent_requests=1),
                           load=lambda *_: gate.wait() and model)
     with TestClient(app) as http, contextlib.ExitStack() as stack:
         stack.callback(say, model)

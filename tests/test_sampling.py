@@ -27,7 +27,7 @@ def model():
 
 def answer(model, *companions, budget=24, prompt=PROMPT, **sampling):
     """The events of one job, run beside jobs with the `companions`' sampling."""
-    engine, done, said = main.Engine(model, places=64, chunk=8), queue.SimpleQueue(), []
+    engine, done, said = main.Engine(model, places=64, batch=8), queue.SimpleQueue(), []
     jobs = [(sampling, said), *((other, []) for other in companions)]
     for options, events in jobs:
         left = [options.get("choices", 1)]
@@ -188,7 +188,7 @@ def test_a_cancel_ends_the_choices_that_run_and_leaves_those_that_have_ended(liv
 
 
 def test_a_job_of_many_choices_waits_for_its_places_and_then_runs(model):
-    engine, ended = main.Engine(model("llama"), places=4, chunk=8), queue.SimpleQueue()
+    engine, ended = main.Engine(model("llama"), places=4, batch=8), queue.SimpleQueue()
     for choices in (3, 2, 16):
         options = main.Sampling(temperature=0.0, max_new_tokens=4, choices=choices, ignore_eos=True)
         engine.submit(main.Job(

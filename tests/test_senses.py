@@ -337,7 +337,7 @@ def chat(turns):
 
 def ask(model, *chats, count=16, places=8, **sampling):
     """The events of these chats' jobs, all at once in one engine."""
-    engine, ends, said = main.Engine(model, places=places, chunk=16), queue.SimpleQueue(), [[] for _ in chats]
+    engine, ends, said = main.Engine(model, places=places, batch=16), queue.SimpleQueue(), [[] for _ in chats]
 
     def emit(n, event):
         said[n].append(event)
@@ -356,7 +356,10 @@ def ask(model, *chats, count=16, places=8, **sampling):
 
 def first_logits(model, turns):
     prompt = model.prepare(chat(turns))
-    return model.forward([main.Work(model.open(), prompt.tokens, 1, prompt.media)])[0]
+    state, _ = model.open(prompt.tokens, 1, prompt, "")
+    logits = model.forward([main.Work(state, prompt.tokens, 1, prompt.media)])[0]
+    model.close(state, keep=False)
+    return logits
 
 
 def question(*parts):
@@ -489,10 +492,10 @@ def test_media_that_the_processor_cannot_take_together_are_refused(pair):
 
 def test_media_that_the_network_fails_on_fail_alone(pair):
     model, words = pair("qwen2_5_vl").model, [("user", "the cat and the dog")]
-    prompt = model.prepare(chat(question(picture(1))))
+    prompt = model.prepare(chat(question(picture(99))))
     prompt.media["pixel_values"] = prompt.media["pixel_values"][:-4]
     expected = tokens_of(ask(model, words)[0])
-    engine, ends, said = main.Engine(model, places=8, chunk=16), queue.SimpleQueue(), [[], [], []]
+    engine, ends, said = main.Engine(model, places=8, batch=16), queue.SimpleQueue(), [[], [], []]
     for n, asked in enumerate((model.prepare(chat(words)), prompt, model.prepare(chat(words)))):
         engine.submit(main.Job(asked, main.Sampling(temperature=0.0, max_new_tokens=16), lambda event, n=n: (
             said[n].append(event), isinstance(event, main.Finished | main.Failed) and ends.put(n))))

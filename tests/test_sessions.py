@@ -680,7 +680,7 @@ def test_who_leaves_while_others_queue_makes_room_at_once(online):
 @pytest.mark.parametrize("phase", ["loading", "queued", "prefill", "decode"])
 def test_every_reader_of_a_cancelled_session_gets_the_terminal_frames(settings, pool, phase, named_by):
     model, gate, prompt = SteppedModel(*WORDS), threading.Event(), "word " * 40
-    app = main.create_app(settings(prefill_chunk_tokens=16, max_concurrent_requests=1),
+    app = main.create_app(settings(max_batch_tokens=16, max_concurrent_requests=1),
                           load=lambda *_: gate.wait() and model)
     with running_app(app) as base, httpx2.Client(base_url=base) as http, contextlib.ExitStack() as stack:
         if phase != "loading":
@@ -711,7 +711,7 @@ def test_every_reader_of_a_cancelled_session_gets_the_terminal_frames(settings, 
 
 def test_a_cancelled_generation_is_computed_no_further(client, pool):
     model = SteppedModel(*WORDS)
-    http = client(model, prefill_chunk_tokens=16)
+    http = client(model, max_batch_tokens=16)
     with begin(http, messages=chat("word " * 400)["messages"]) as stream:
         stream.frames(1)
         say(model, 2)
