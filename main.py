@@ -1997,7 +1997,7 @@ class Row:
 class Pool:
     """Keys and values of all sequences: a pair `[kv_head, token, dim]` for each layer, cut into rows of a few lengths.
 
-    Rows that run move down until they lie side by side, so that one strided view shows those of a length and nothing
+    Rows that run move until they lie side by side, so that one strided view shows those of a length and nothing
     is gathered. What has ended stays until its room is needed, and is found by the hashes of its tokens. For a network
     it is the cache: the plan of a step, which travels as an argument, says where the new tokens go.
     """
@@ -2045,13 +2045,14 @@ class Pool:
             return (row, 0) if self._place(row, size) else None
         source, reused = self._found[blocks[count - 1]][-1], count * BLOCK_TOKENS
         used, source.used = source.used, math.inf  # its own room is not what makes room
-        if used < math.inf and source.size >= size and len(source.blocks) == count:
-            row = source  # nothing of it is lost
-            row.length, row.rest = reused, []
-            self._untidy = True
-            return row, reused
-        row = self._copied(source, reused, blocks[:count], size)
-        source.used = used if used == math.inf else next(self._clock)
+        ended, row = used < math.inf, None
+        if not ended or len(source.blocks) > count:
+            row = self._copied(source, reused, blocks[:count], size)
+        if row is None and ended:  # nothing of it would be lost, or there is no other room than its own
+            self._cut(source, count)
+            row = source if self.reserve(source, size) else None
+        if row is not source:
+            source.used = next(self._clock) if ended else used
         return (row, reused) if row else None
 
     def fork(self, row: Row) -> Row | None:
@@ -2073,11 +2074,12 @@ class Pool:
         if length <= row.size:
             return True
         start, size = row.start, row.size
-        if not self._place(row, self._size(length)):
-            return False
-        self._copy(start, row.start, row.length)
-        self._own(start, size, None)
-        return True
+        self._own(start, size, None)  # it may grow where it lies
+        if self._place(row, self._size(length)):
+            self._copy(start, row.start, row.length)
+            return True
+        self._own(start, size, row)
+        return False
 
     def close(self, row: Row, keep: bool = True) -> None:
         row.used, self._untidy = next(self._clock), True
@@ -2096,12 +2098,12 @@ class Pool:
             row.rest = row.rest[len(row.rest) // BLOCK_TOKENS * BLOCK_TOKENS:]
 
     def tidy(self) -> None:
-        """Move one row that runs down to others of its length, if any lies astretch."""
+        """Move one row that runs from the fewest to more of its length, if any lies apart."""
         running = {row for row in self._rows if row and row.used == math.inf} if self._untidy else ()
-        for _, spans in itertools.groupby(side_by_side(running), key=lambda span: span[0].size):
-            *near, (*_, row) = spans
-            for span in near:
-                if self._swap(row, span[-1].start + row.size):
+        for size, spans in itertools.groupby(side_by_side(running), key=lambda span: span[0].size):
+            few, *many = sorted(spans, key=len)
+            for span in reversed(many):
+                if self._swap(few[-1], span[-1].start + size) or self._swap(few[-1], span[0].start - size):
                     return
         self._untidy = False
 
@@ -2115,7 +2117,8 @@ class Pool:
         def last_used(at: int) -> float:
             return max((other.used for other in self._rows[at: at + count] if other), default=-1)
 
-        at = min(range(0, len(self._rows) - count + 1, count), key=last_used)
+        places = range(0, len(self._rows) - count + 1, count)  # the shortest from below, others from above
+        at = min(places if size == ROW_TOKENS else reversed(places), key=last_used)
         if last_used(at) == math.inf:
             return False
         for other in {*self._rows[at: at + count]} - {None}:
@@ -2134,21 +2137,30 @@ class Pool:
 
     def _forget(self, row: Row) -> None:
         self._own(row.start, row.size, None)
-        for block in row.blocks:
+        self._cut(row, 0)
+
+    def _cut(self, row: Row, count: int) -> None:
+        """Leave so many blocks of a row."""
+        row.length, row.rest = count * BLOCK_TOKENS, []
+        for block in row.blocks[count:]:
             self._found[block].remove(row)
             if not self._found[block]:
                 del self._found[block]
+        del row.blocks[count:]
 
     def _copy(self, source: int, target: int, length: int) -> None:
+        overlap = abs(source - target) < length
         for held in itertools.chain(*self.layers):
-            held[:, target: target + length] = held[:, source: source + length]
+            copied = held[:, source: source + length]
+            held[:, target: target + length] = copied.clone() if overlap else copied
 
     def _swap(self, row: Row, target: int) -> bool:
         """Let a row and what lies at `target` change places, unless something there runs or is too long."""
         source, size = row.start, row.size
-        here = self._rows[target // ROW_TOKENS: (target + size) // ROW_TOKENS]
+        here = self._rows[max(0, target) // ROW_TOKENS: (target + size) // ROW_TOKENS]
         others = {*here} - {None}
-        if any(o.used == math.inf or o.start < target or o.start + o.size > target + size for o in others):
+        if len(here) < size // ROW_TOKENS or any(
+                o.used == math.inf or o.start < target or o.start + o.size > target + size for o in others):
             return False
         length = max(row.length, *(o.start + o.length - target for o in others), 0)
         for held in itertools.chain(*self.layers) if others else ():
@@ -2554,10 +2566,10 @@ class Model:
             if self.runs_alone:
                 raise NotFlat("a second sequence disturbs a first")
             layers = flat_layers(self._network, self._config, solo)
+            with torch.inference_mode():
+                self._compare(FlatRunner(self._network, self._config, Pool(layers, 3 * ROW_TOKENS, ROW_TOKENS), solo))
             pool = Pool(layers, pool_tokens(layers, self.context, gib, fraction), self.context)
             self._runner = FlatRunner(self._network, self._config, pool, solo)
-            with torch.inference_mode():
-                self._compare(self._runner, solo)
             self.runner, self.context = "flat batch", min(self.context, pool.longest)
         except Exception as error:  # a door to foreign code: networks fail in their own ways on what they do not know
             self._runner, why = solo, str(error) if isinstance(error, NotFlat) else f"it raises {type(error).__name__}"
@@ -2565,9 +2577,9 @@ class Model:
             log.debug("no flat batch", exc_info=not isinstance(error, NotFlat))
         log.info("sequences are computed in %s", self.runner)
 
-    def _compare(self, flat: FlatRunner, solo: SoloRunner) -> None:
+    def _compare(self, flat: FlatRunner) -> None:
         """Raise NotFlat unless sequences in pieces and in company have the logits that each has alone and whole."""
-        size = min(self._config.vocab_size, 30_000)
+        size, solo = min(self._config.vocab_size, 30_000), self._runner
         texts = [[(i * 7919 + n) % size for i in range(length)] for n, length in ((11, 48), (5, 31), (2, 19))]
         rows, fed, worst = [flat.open([], 48)[0] for _ in texts], [0, 0, 0], 0.0
         for sizes in ((20, 29, 0), (20, 1, 17), (7, 1, 1), (1, 0, 1)):
@@ -2578,8 +2590,6 @@ class Model:
             got = flat.forward(work)
             alone = [Work(solo.open([], 0)[0], texts[n][: fed[n]], 1) for n, count in enumerate(sizes) if count]
             worst = max(worst, *(_apart(want, have) for want, have in zip(solo.forward(alone), got, strict=True)))
-        for row in rows:
-            flat.close(row, keep=False)
         log.debug("in a flat batch, logits differ by %.1e of their size", worst)
         if not worst <= (1e-4 if str(self._network.dtype) == "torch.float32" else 0.1):
             raise NotFlat(f"its logits would differ by {worst:.1e} of their size")
@@ -3356,6 +3366,8 @@ class Engine:
         refusal: ApiError | None = None
         try:
             plan = self._schedule()
+            if not plan:  # the only one that could have been fed has given way
+                return
             logits = self._model.forward([work for _, work in plan])
             drawn = self._drawn(plan)
             draws = [choice.draw() for choice in drawn]

@@ -57,9 +57,9 @@ def prompts():
     return [tuple(torch.randint(3, tiny.VOCABULARY, (n,), generator=draw).tolist()) for n in tiny.PROMPT_LENGTHS]
 
 
-def run(model, prompts, budgets, chunk=16, **sampling):
+def run(model, prompts, budgets, chunk=16, places=8, owner="", **sampling):
     """The events of these prompts' jobs, all at once in one engine."""
-    engine, ends = main.Engine(model, places=8, batch=chunk), queue.SimpleQueue()
+    engine, ends = main.Engine(model, places, chunk), queue.SimpleQueue()
     said = [[] for _ in prompts]
 
     def emit(n, event):
@@ -69,11 +69,12 @@ def run(model, prompts, budgets, chunk=16, **sampling):
 
     for n, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
         options = main.Sampling(**{"temperature": 0.0, "seed": n, **sampling}, max_new_tokens=budget)
-        engine.submit(main.Job(main.Prompt(list(prompt)), options, functools.partial(emit, n)))
+        engine.submit(main.Job(main.Prompt(list(prompt)), options, functools.partial(emit, n), owner))
     engine.start()
-    for _ in prompts:
+    for _ in range(len(prompts) * options.choices):
         ends.get(timeout=60)
     engine.stop()
+    assert model.room is None or model.room[0] == 0
     return said
 
 
@@ -85,9 +86,9 @@ def test_an_answer_alone_is_the_one_that_generate_gives(model, expected, family)
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_answers_in_company_are_the_ones_that_generate_gives(model, expected, family):
-    budgets = (24, 9, 17, 21)
-    said = run(model(family), prompts(), budgets)
-    for prompt, budget, events in zip(prompts(), budgets, said, strict=True):
+    budgets = (24, 9, 17, 21, 24, 3, 12, 24)
+    said = run(model(family), prompts() * 2, budgets)
+    for prompt, budget, events in zip(prompts() * 2, budgets, said, strict=True):
         assert tokens_of(events) == expected(family, prompt)[:budget]
 
 

@@ -17,13 +17,28 @@ FAMILIES = {
     "gemma3_text": {"seed": 9, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "mistral": {"seed": 7, "num_hidden_layers": 4, "initializer_range": 0.02, "sliding_window": 16},
     "gpt2": {"seed": 7, "n_embd": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.02},
+    "qwen2": {"seed": 1, "num_hidden_layers": 4},
+    "phi3": {"seed": 1},
+    "smollm3": {"seed": 1, "num_hidden_layers": 4, "initializer_range": 0.3, "no_rope_layers": [1, 1, 1, 0]},
+    "gpt_oss": {"seed": 1, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    "qwen3_moe": {"seed": 1, "initializer_range": 0.05, "moe_intermediate_size": 32, "num_experts": 4,
+                  "num_experts_per_tok": 2},
+    "gemma2": {"seed": 1, "initializer_range": 0.3, "sliding_window": 16},
+    "qwen3_next": {"seed": 1, "num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+                   "linear_key_head_dim": 16, "linear_value_head_dim": 16, "moe_intermediate_size": 32,
+                   "num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 32},
+    "jamba": {"seed": 1, "num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 2,
+              "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8, "use_mamba_kernels": False},
     "falcon_h1": {"seed": 5, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16,
                   "mamba_chunk_size": 16},
     "mamba2": {"seed": 1, "num_heads": 8, "head_dim": 16, "n_groups": 1},
     "mamba": {"seed": 1},
     "recurrent_gemma": {"seed": 5, "num_hidden_layers": 3, "attention_window_size": 16},
 }
-WHOLE_PROMPTS_ONLY = {"mamba", "recurrent_gemma"}
+WHOLE_PROMPTS_ONLY = {"mamba", "recurrent_gemma", "jamba"}
+RUN_ALONE = {"recurrent_gemma"}
+OF_THEIR_OWN = {"falcon_h1", "mamba2", "gemma2", "qwen3_next"} | WHOLE_PROMPTS_ONLY  # kinds of cache or attention
+FLAT = [family for family in FAMILIES if family not in OF_THEIR_OWN]
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -77,6 +92,7 @@ def pieces_backend(pieces):
     return backend, [ids[piece] for piece in pieces]
 
 
-def model(family="llama", template=CHATML, max_context=None):
-    """The server's own Model over a tiny network."""
-    return main.Model(family, tokenizer(template), network(family), max_context)
+def model(family="llama", template=CHATML, max_context=None, room=None):
+    """The server's own Model over a tiny network; `room` in tokens, two layers of two heads of 16 numbers each."""
+    gib = room and room * 2 * 2 * 2 * 16 * 4 / 2**30
+    return main.Model(family, tokenizer(template), network(family), max_context, gib)
