@@ -1948,7 +1948,7 @@ class SoloRunner:
         self._network, self._config = network, config
         self._keepers = [part for part in network.modules() if hasattr(part, "rope_deltas")]
         takes = inspect.signature(network.forward).parameters
-        self._options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self.options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
 
     def open(self, tokens: Sequence[int], budget: int, root: bytes = b"", least: int = 0) -> tuple[Memory, int]:
         from transformers import DynamicCache
@@ -1979,7 +1979,7 @@ class SoloRunner:
         for part, kept in zip(self._keepers, memory.kept, strict=True):
             part.rope_deltas = kept
         out = network(input_ids=torch.tensor([tokens], device=network.device), cache=memory.cache, use_cache=True,
-                      return_dict=True, **self._options, **media)
+                      return_dict=True, **self.options, **media)
         memory.kept = [part.rope_deltas for part in self._keepers]
         return out.logits[0, -1].float()
 
@@ -1992,6 +1992,7 @@ class Row:
         self.shift = 0  # how far positions run ahead of tokens, see (5)
         self.root, self.blocks, self.rest = root, list[bytes](), list[int]()  # hashes of whole blocks; tokens after
         self.used = math.inf  # when that was; inf while it runs
+        self.memory: Memory | None = None  # where what it holds cannot lie in the pool
 
 
 class Pool:
@@ -2082,7 +2083,7 @@ class Pool:
         return False
 
     def close(self, row: Row, keep: bool = True) -> None:
-        row.used, self._untidy = next(self._clock), True
+        row.used, row.memory, self._untidy = next(self._clock), None, True
         if not keep or not row.blocks:
             self._forget(row)
         if not keep:
@@ -2305,7 +2306,6 @@ def flat_layers(network: Any, config: Any, solo: SoloRunner) -> list[tuple[torch
     reasons = {
         "it ships its own code": type(network).__module__.startswith("transformers_modules"),
         "it keeps a running state": network._is_stateful,
-        "it computes all logits": "logits_to_keep" not in solo._options,
         "parts of it are moved about": any(hasattr(part, "_hf_hook") for part in network.modules()),
         "its positions depend on the longest sequence": bool(kinds & {"dynamic", "longrope"}),
         "it looks at media in every layer": bool(getattr(config, "cross_attention_layers", None)),
@@ -2343,62 +2343,105 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / a.abs().max())
 
 
+def tolerance(network: Any) -> float:
+    """How far, of their size, the same logits may lie apart: in half precision rounding hides small faults."""
+    return 1e-4 if str(network.dtype) == "torch.float32" else 0.1
+
+
 class FlatRunner:
     """One forward of the network for everybody: all tokens of a step side by side, without padding, over the pool."""
 
     def __init__(self, network: Any, config: Any, pool: Pool, solo: SoloRunner) -> None:
         self._network, self._config, self._pool, self._solo = network, config, pool, solo
-        self.open, self.fork, self.reserve, self.close = pool.open, pool.fork, pool.reserve, pool.close
+        self.open, self.reserve, self.close = pool.open, pool.reserve, pool.close
+        self._moves_media: bool | None = None  # whether what it saw can be moved into rows; the first prompt tells
 
     @property
     def room(self) -> tuple[int, int]:
         return self._pool.room
 
+    def fork(self, row: Row) -> Row | None:
+        if (copied := self._pool.fork(row)) and row.memory:
+            copied.memory = self._solo.fork(row.memory)
+        return copied
+
     def forward(self, work: Sequence[Work]) -> torch.Tensor | None:
         import torch
 
-        if any(item.media is not None for item in work):
-            return torch.cat([self._look(item) for item in work])
+        together = [item for item in work if item.media is None and item.state.memory is None]
+        found = iter(self._step(together)) if together else iter(())
+        rows: list[torch.Tensor] = []
+        for item in work:
+            if item.media is not None:
+                rows += [self._look(item)] * item.wants
+            elif item.state.memory:
+                rows += [self._solo.feed(item.state.memory, item.tokens)] * item.wants
+                item.state.length += len(item.tokens)
+            else:
+                rows += itertools.islice(found, item.wants)
+                self._pool.grow(item.state, item.tokens)
+        return torch.stack(rows) if rows else None
+
+    def _step(self, work: Sequence[Work]) -> torch.Tensor:
+        """The logits that are wanted, in the order of the work."""
+        import torch
+
         self._pool.tidy()
-        single, stretches, at = {item.state: item for item in work if len(item.tokens) == 1}, list[Stretch](), 0
-        groups = [*side_by_side(single), *([item.state] for item in work if len(item.tokens) > 1)]
-        fed = {item.state: item.tokens for item in work}
-        for rows in groups:
+        fed, stretches, at = {item.state: item.tokens for item in work}, list[Stretch](), 0
+        single = side_by_side(row for row, tokens in fed.items() if len(tokens) == 1)
+        for rows in [*single, *([row] for row, tokens in fed.items() if len(tokens) > 1)]:
             stretches.append(Stretch(rows, len(fed[rows[0]]), at))
             at += len(rows) * stretches[-1].count
         order = [row for stretch in stretches for row in stretch.rows]
-        ids = [token for row in order for token in fed[row]]
-        within = [row.length + n for row in order for n in range(len(fed[row]))]
-        starts = [row.start for row in order for _ in fed[row]]
-        shifts = [row.shift for row in order for _ in fed[row]]
         ends = dict(zip(order, itertools.accumulate(len(fed[row]) for row in order), strict=True))
-        keep = [ends[item.state] - 1 for item in work for _ in range(item.wants)]
-        on_device = functools.partial(torch.tensor, device=self._network.device)
-        ids, within, starts, shifts, kept = map(on_device, (ids, within, starts, shifts, keep or [0]))
+        kept = [ends[item.state] - 1 for item in work for _ in range(item.wants)]
+        each = [(token, row.length + n, row.start, row.shift) for row in order for n, token in enumerate(fed[row])]
+        ids, within, starts, shifts = torch.tensor(each, device=self._network.device).T
+        wanted = torch.tensor(kept, dtype=torch.long, device=self._network.device)
         own, self._config._attn_implementation = self._config._attn_implementation, "flat"
         try:
             out = self._network(input_ids=ids[None], position_ids=(within + shifts)[None], cache=self._pool,
-                                plan=Plan(stretches, starts + within), use_cache=True, logits_to_keep=kept)
+                                plan=Plan(stretches, starts + within), use_cache=True, return_dict=True,
+                                **({"logits_to_keep": wanted} if self._solo.options else {}))
         finally:
             self._config._attn_implementation = own
-        for item in work:
-            self._pool.grow(item.state, item.tokens)
-        return out.logits[0].float() if keep else None
+        return (out.logits[0] if self._solo.options else out.logits[0, wanted]).float()
 
     def _look(self, item: Work) -> torch.Tensor:
-        """A prompt with media goes through the network as it is, for its own masks and positions; into the row go its
-        keys and values."""
+        """A prompt with media goes through the network as it is, for its own masks and positions, and then its keys and
+        values into the row. Where the network would not go on from there, the sequence keeps a cache of its own."""
         from transformers import DynamicCache
 
         memory, row = self._solo.open([], 0)[0], item.state
         memory.cache = DynamicCache()  # which keeps all that a sliding window would leave behind
         logits = self._solo.feed(memory, item.tokens, item.media)
+        row.shift = next((int(kept.flatten()[0]) for kept in memory.kept if kept is not None), 0)
+        if self._moves_media is None:
+            self._moves_media = self._try_media(row, len(item.tokens), self._solo.fork(memory), int(logits.argmax()))
+            log.info("media in the flat batch: %s", "yes" if self._moves_media else "no")
+        if self._moves_media:
+            self._move(memory, row)
+            self._pool.grow(row, item.tokens)
+        else:
+            row.memory, row.length = memory, len(item.tokens)
+        return logits
+
+    def _try_media(self, row: Row, length: int, memory: Memory, token: int) -> bool:
+        try:
+            self._move(memory, row)
+            row.length = length
+            worst = _apart(self._solo.feed(memory, [token]), self._step([Work(row, [token], 1)])[0])
+        except Exception:  # a door to foreign code: networks fail in their own ways on what they do not know
+            log.debug("media do not fit the flat batch", exc_info=True)
+            return False
+        finally:
+            row.length = 0
+        return worst <= tolerance(self._network)
+
+    def _move(self, memory: Memory, row: Row) -> None:
         for held, layer in zip(self._pool.layers, memory.cache.layers, strict=True):
             for pool, new in zip(held, (layer.keys, layer.values), strict=True):
-                pool[:, row.start: row.start + len(item.tokens)] = new[0]
-        row.shift = next((int(kept.flatten()[0]) for kept in memory.kept if kept is not None), 0)
-        self._pool.grow(row, item.tokens)
-        return logits.expand(item.wants, -1)
+                pool[:, row.start: row.start + new.shape[2]] = new[0]
 
 
 class Model:
@@ -2591,7 +2634,7 @@ class Model:
             alone = [Work(solo.open([], 0)[0], texts[n][: fed[n]], 1) for n, count in enumerate(sizes) if count]
             worst = max(worst, *(_apart(want, have) for want, have in zip(solo.forward(alone), got, strict=True)))
         log.debug("in a flat batch, logits differ by %.1e of their size", worst)
-        if not worst <= (1e-4 if str(self._network.dtype) == "torch.float32" else 0.1):
+        if not worst <= tolerance(self._network):
             raise NotFlat(f"its logits would differ by {worst:.1e} of their size")
 
     # -- text to tokens ----------------------------------------------------------------------------------------

@@ -416,6 +416,39 @@ def test_answers_about_media_in_company_are_the_ones_that_generate_gives(pair, f
         assert tokens_of(events) == pair(family).expected(turns)[1]
 
 
+def cached(events):
+    return next(event.cached_tokens for event in events if isinstance(event, main.Started))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_second_question_about_the_same_media_does_not_look_again(pair, family):
+    model = pair(family).model
+    shown = [(picture, n) for n in (50, 51) if family in SEEING] + [(sound, 52)] * (family in HEARING)
+    for show, seed in shown:
+        first = question(show(seed))
+        second = [*question(show(seed)), ("assistant", "they are in the house"), ("user", "are you there?")]
+        ask(model, first)
+        events, = ask(model, second)
+        other, = ask(model, question(show(seed + 10)))
+        assert tokens_of(events) == pair(family).expected(second)[1]
+        assert (cached(events) > 0) == (model.runner == "flat batch")
+        assert cached(other) == 0
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "qwen2_audio"])
+def test_media_that_cannot_be_moved_into_the_batch_are_answered_beside_it(pair, family):
+    model, words = pair(family).model, [("user", "the cat and the dog are in the house")]
+    model._runner._moves_media, shown = False, {"qwen2_audio": sound}.get(family, picture)
+    chats = [question(shown(70)), words, question(shown(71), "and", shown(72))]
+    try:
+        said = ask(model, *chats)
+    finally:
+        model._runner._moves_media = None
+    for turns, events in zip(chats, said, strict=True):
+        assert tokens_of(events) == pair(family).expected(turns)[1]
+    assert model.runner == "flat batch" and model.room[0] == 0
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "idefics3"])
 def test_an_answer_about_media_goes_on_from_its_beginning(pair, family):
     asked = chat([*question(picture(1)), ("assistant", "they are in")])
