@@ -120,6 +120,8 @@ class Settings(BaseModel, frozen=True):
     max_queued_requests: int = Field(64, ge=0, description="Generations that wait for a place. Beyond: 429.")
     max_batch_tokens: int = Field(512, ge=16, description=(
         "Tokens computed in one step: one of each stream that runs, and the rest of prompts."))
+    step_timeout_seconds: float = Field(
+        120, gt=0, description="A step that takes longer turns readiness off until it ends.")
     kv_cache_gib: float | None = Field(
         None, gt=0, description="GiB for the keys and values of all sequences. Empty: what the memory allows.")
     kv_cache_fraction: float = Field(
@@ -2989,9 +2991,12 @@ class Model:
         """What a failed step means to the client."""
         import torch
 
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
+        full = re.search("allocate memory|out of memory", str(error))  # as processors and other devices say it
+        if full or isinstance(error, torch.OutOfMemoryError | MemoryError):
             return ApiError(503, "The server ran out of memory for this request; try a shorter one or try later.",
                             "server_overloaded", headers={"retry-after": "5"})
+        if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
+            return ApiError(503, "The server's device has failed.", "device_lost", headers={"retry-after": "60"})
         return ApiError(500, "The model failed while generating.", "generation_failed")
 
     def free_memory(self) -> None:
@@ -3324,8 +3329,10 @@ class Choice:
 class Engine:
     """Runs every generation. The engine thread owns all of this; other threads touch `_inbox` only."""
 
-    def __init__(self, model: Model, places: int, batch: int) -> None:
+    def __init__(self, model: Model, places: int, batch: int, on_loss: Callable[[], None] = lambda: None) -> None:
         self._model, self.places, self._batch = model, 1 if model.runs_alone else places, batch
+        self._on_loss, self._lost = on_loss, False  # of the device
+        self.busy_since: float | None = None  # on the monotonic clock, while a step is under way
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._waiting: deque[Choice] = deque()
         self._running: list[Choice] = []  # the newest last
@@ -3345,9 +3352,11 @@ class Engine:
         self._thread.join(timeout=2)
 
     def _run(self) -> None:
-        while self._admit():
+        while not self._lost and self._admit():
             if self._running:
+                self.busy_since = time.monotonic()
                 self._step()
+                self.busy_since = None
 
     # -- who runs ----------------------------------------------------------------------------------------------
     def _admit(self) -> bool:
@@ -3383,8 +3392,8 @@ class Engine:
             log.exception("a job could not begin")
             refusal = self._model.failure(error)
         if refusal:
-            self._fail(job, refusal)
-            return True
+            self._recover([choice], refusal)
+            return not self._lost
         choice.state, choice.fed = opened
         self._waiting.remove(choice)
         self._running.append(choice)
@@ -3428,7 +3437,12 @@ class Engine:
 
     def _recover(self, planned: Sequence[Choice], refusal: ApiError) -> None:
         """A step that failed ends the jobs it fed; one that ran out of memory only the newest, and the others, of which
-        nobody knows how far they came, begin anew."""
+        nobody knows how far they came, begin anew. Without its device nothing can go on."""
+        if refusal.code == "device_lost":
+            self._lost = True
+            for job in dict.fromkeys(choice.job for choice in (*self._running, *self._waiting)):
+                job.emit(Failed(refusal))
+            return self._on_loss()
         jobs = [*dict.fromkeys(choice.job for choice in planned if choice.job.choices)]
         crowded = refusal.code == "server_overloaded"
         for job in jobs[-1:] if crowded else jobs:
@@ -4613,6 +4627,7 @@ def broken_off(kind: str, error: ApiError, index: int, result: Item | None) -> t
 # somebody who cancels, all pass through `_produce`. Readers are only counted.
 # ==============================================================================
 Load = Callable[[Settings, Report], Model]
+EXIT_DEVICE_LOST, LAST_WORDS_SECONDS = 75, 2.0  # EX_TEMPFAIL; for readers and the disk
 MAX_FETCHING = 16  # requests at once
 MAX_CONVERSATION_CHARACTERS = 192 * 2**20  # that a request may have put in front of it, or refer to
 
@@ -4784,9 +4799,21 @@ class Server:
             log.error("model load failed after %.1f s: %s", seconds, error.detail)
             return
         self.model_status, self.model = "ready", loading.result()
-        self._engine = Engine(self.model, self.settings.max_concurrent_requests, self.settings.max_batch_tokens)
+        self._engine = Engine(self.model, self.settings.max_concurrent_requests, self.settings.max_batch_tokens,
+                              functools.partial(self._deliver, self._end_process))
         self._engine.start()
         log.info("model ready after %.1f s: %s, context %d", seconds, self.model.name, self.model.context)
+
+    def _end_process(self) -> None:
+        """Only a new process gets a lost device back: end this one, for whoever supervises it, when all is written."""
+        log.critical("the device is lost: the process ends with code %d", EXIT_DEVICE_LOST)
+        self.draining = True
+        self._loop.call_later(LAST_WORDS_SECONDS, os._exit, EXIT_DEVICE_LOST)
+
+    @property
+    def is_stuck(self) -> bool:
+        began = self._engine.busy_since if self._engine else None
+        return began is not None and time.monotonic() - began > self.settings.step_timeout_seconds
 
     @property
     def running(self) -> int:
@@ -4796,7 +4823,8 @@ class Server:
     def readiness(self) -> dict[str, Any]:
         """What `/ready` says."""
         return {
-            "status": "stopping" if self.draining else self.model_status, "model": self.settings.served_id,
+            "status": "stopping" if self.draining else "stuck" if self.is_stuck else self.model_status,
+            "model": self.settings.served_id,
             "progress": dataclasses.asdict(self.progress) if self.progress else None,
             "error": self._loading.exception().body["error"] if self.model_status == "failed" else None,
             "context_length": self.model.context if self.model else None,
@@ -5437,7 +5465,7 @@ async def health() -> dict[str, str]:
 @router.get("/ready")
 async def ready(server: ServerDep) -> JSONResponse:
     content = server.readiness
-    return JSONResponse(content, 503 if content["status"] in ("loading", "failed", "stopping") else 200)
+    return JSONResponse(content, 503 if content["status"] in ("loading", "failed", "stopping", "stuck") else 200)
 
 
 # -- the outermost layer ---------------------------------------------------------------------------------------

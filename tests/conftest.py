@@ -37,8 +37,9 @@ class ScriptedModel:
     defaults = main.Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
     def __init__(self, *words: str, gated: bool = False, context: int = 4096, seconds: float = 0.0,
-                 fail_at: int | None = None):
+                 fail_at: int | None = None, fault: tuple[int, str] = (500, "generation_failed")):
         self.words, self.gated, self.context, self.seconds, self.fail_at = words, gated, context, seconds, fail_at
+        self.fault = fault
         self.gate = threading.Semaphore(0)
         self.asked: list[str] = []  # the last message of every chat
         self.opened = self.forwards = self.prompt_tokens = self.drawn = 0
@@ -93,7 +94,8 @@ class ScriptedModel:
         return ScriptedReader(self.words)
 
     def failure(self, error):
-        return main.ApiError(500, "The model failed while generating.", "generation_failed")
+        status, code = self.fault
+        return main.ApiError(status, "The model failed while generating.", code)
 
 
 class ScriptedReader:

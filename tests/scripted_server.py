@@ -1,5 +1,5 @@
 """A real server in its own process over a scripted model: `WORDS` (how many), `WORD_LENGTH` (at least), `SECONDS`
-(each), settings as usual."""
+(each), `LOSE_AT` (the word at which its device fails), settings as usual."""
 import os
 
 import uvicorn
@@ -8,6 +8,8 @@ from conftest import ScriptedModel, main
 if __name__ == "__main__":
     length = int(os.environ.get("WORD_LENGTH", "0"))
     words = [f"w{n} ".ljust(length) for n in range(int(os.environ.get("WORDS", "100")))]
-    model = ScriptedModel(*words, seconds=float(os.environ.get("SECONDS", "0.01")))
+    lose_at = int(os.environ["LOSE_AT"]) if "LOSE_AT" in os.environ else None
+    model = ScriptedModel(*words, seconds=float(os.environ.get("SECONDS", "0.01")), fail_at=lose_at,
+                          fault=(503, "device_lost"))
     settings = main.Settings.from_env()
     uvicorn.run(main.create_app(settings, load=lambda *_: model), host=settings.host, port=settings.port)

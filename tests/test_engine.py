@@ -305,6 +305,83 @@ def test_a_job_whose_memory_cannot_be_had_fails_and_the_engine_goes_on(hall):
     assert h.of("b")[-1] == main.Finished("length")
 
 
+class Tight(ScriptedModel):
+    """Has memory for so many sequences in a step."""
+
+    def __init__(self, *words, holds=2, **options):
+        super().__init__(*words, fault=(503, "server_overloaded"), **options)
+        self.holds, self.freed = holds, 0
+
+    def forward(self, work):
+        if len(work) > self.holds:
+            raise MemoryError
+        super().forward(work)
+
+    def free_memory(self):
+        self.freed += 1
+
+
+def test_out_of_memory_the_newest_job_fails_and_the_others_go_on_as_if_nothing_had_been(hall):
+    model = Tight(*WORDS)
+    h = hall(model)
+    for name in "abcd":
+        h.submit(name, budget=5, prompt=9)
+    assert started(h).wait(4)[:2] == ["d", "c"]
+    assert [h.of(name)[-1].error.code for name in "cd"] == ["server_overloaded"] * 2
+    assert [h.text(name) for name in "ab"] == ["".join(WORDS[:5])] * 2
+    assert model.freed == 2 and h.of("a").count(main.Started()) == 1
+
+
+class Rooms(ScriptedModel):
+    """Has so many tokens of room for all sequences together."""
+
+    def __init__(self, *words, tokens, **options):
+        super().__init__(*words, **options)
+        self.tokens, self.held, self.most = tokens, {}, 0
+
+    def open(self, tokens, budget, prompt, owner):
+        state, _ = super().open(tokens, budget, prompt, owner)
+        return (state, 0) if self.reserve(state, len(tokens)) else None
+
+    def reserve(self, state, length):
+        if sum(self.held.values()) - self.held.get(state, 0) + length > self.tokens:
+            return False
+        self.held[state] = length
+        self.most = max(self.most, sum(self.held.values()))
+        return True
+
+    def close(self, state, keep=True):
+        del self.held[state]
+
+
+def test_jobs_wait_for_room_and_the_newest_gives_way_to_those_that_grow(hall):
+    model = Rooms(*WORDS, tokens=50)
+    h = hall(model)
+    for name in "abcd":
+        h.submit(name, budget=15, prompt=12)
+    assert started(h).wait(4) == list("abcd")
+    assert {h.text(name) for name in "abcd"} == {"".join(WORDS[:15])}
+    assert all([type(event) for event in h.of(name)].count(main.Started) == 1 for name in "abcd")
+    assert model.opened > 4 and model.most <= 50 and not model.held
+
+
+def test_what_no_room_will_ever_do_for_is_refused(hall):
+    h = hall(Rooms(*WORDS, tokens=50))
+    h.submit("large", prompt=60)
+    h.submit("small")
+    assert started(h).wait(2) == ["large", "small"]
+    assert h.of("large")[-1].error.code == "server_overloaded" and h.of("small")[-1] == main.Finished("length")
+
+
+def test_without_its_device_every_job_ends_and_the_engine_says_so(hall):
+    h, lost = hall(ScriptedModel(*WORDS, fail_at=2, fault=(503, "device_lost")), places=2), queue.SimpleQueue()
+    h.engine = main.Engine(h.engine._model, 2, 16, lambda: lost.put(True))
+    for name in "abc":
+        h.submit(name, budget=9)
+    assert sorted(started(h).wait(3)) == ["a", "b", "c"] and lost.get(timeout=20)
+    assert {h.of(name)[-1].error.code for name in "abc"} == {"device_lost"}
+
+
 # -- the thread ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("running", [False, True])
 def test_stop_ends_the_thread(hall, running):

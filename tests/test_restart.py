@@ -185,6 +185,16 @@ def test_sigterm_ends_a_stream_and_a_json_request_honestly(start, command, env):
     assert plain.result().json()["error"]["code"] == "server_stopped"
 
 
+def test_a_lost_device_ends_answers_honestly_and_the_process_with_a_code(scripted):
+    server = scripted(LOSE_AT=5)
+    with httpx2.Client(base_url=server.base, timeout=GUARD_SECONDS) as http:
+        frames = parse_sse(http.post(CHAT, json=chat(stream=True)).text)
+        assert http.get("/ready").status_code == 503
+        assert http.post(CHAT, json=chat()).status_code == 503
+    assert code_of(frames[-2]) == "device_lost" and len(text_of(frames[:-2]).split()) == 5
+    assert server.process.wait(timeout=GUARD_SECONDS) == 75
+
+
 def test_an_answer_that_ends_within_the_grace_is_not_cut_by_sigterm(scripted):
     server = scripted(WORDS=50, SHUTDOWN_GRACE_SECONDS=300)
     with ThreadPoolExecutor(2) as pool:

@@ -116,6 +116,17 @@ def test_readiness_tells_how_far_the_load_is_and_then_that_it_is_done(serve, cro
     assert (status, said["status"], said["progress"], said["context_length"]) == (200, "ready", None, 4096)
 
 
+def test_a_step_that_takes_too_long_turns_readiness_off_until_it_ends(serve, crowd):
+    model = ScriptedModel("a", "b", gated=True)
+    server = serve(lambda *_: model, step_timeout_seconds=0.05)
+    asked = crowd.submit(server.chat)
+    wait_until(lambda: server.ready()[0] == 503 and server.ready()[1]["status"] == "stuck")
+    for _ in range(3):
+        model.gate.release()
+    assert asked.result().status_code == 200
+    wait_until(lambda: server.ready()[1]["status"] == "ready")
+
+
 def test_health_answers_and_requests_are_checked_while_a_load_blocks_its_thread(serve, crowd):
     load = Loading(ScriptedModel("a"))
     server = serve(load)

@@ -840,7 +840,7 @@ def test_the_server_answers_others_while_it_looks(pair, live, name, parts):
             assert http.get("/health", timeout=20).status_code == 200
             answered += 1
         assert looking.result().status_code == 200, looking.result().text
-        assert answered > 5 and looking.result().json()["usage"]["prompt_tokens"] > 400
+        assert answered > 2 and looking.result().json()["usage"]["prompt_tokens"] > 400
 
 
 def test_a_pdf_that_takes_long_is_ended_and_keeps_no_picture_waiting(pair, live, monkeypatch):

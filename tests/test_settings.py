@@ -25,7 +25,7 @@ RANGES = {  # name: (values at the edge of what is allowed, values beyond it)
     "cancel_after_disconnect_seconds": (["0"], ["-0.1"]),
     "shutdown_grace_seconds": (["0"], ["-0.1"]),
     **{name: (["0.001"], ["0", "-1"]) for name in (
-        "model_load_wait_seconds", "kv_cache_gib", "max_body_mib", "max_media_mib",
+        "model_load_wait_seconds", "kv_cache_gib", "step_timeout_seconds", "max_body_mib", "max_media_mib",
         "sessions_ttl_seconds", "responses_ttl_seconds",
         "responses_max_mib", "session_buffer_mib", "sessions_buffer_mib", "keepalive_seconds", "send_timeout_seconds",
         "max_image_mib", "max_audio_mib", "max_video_mib", "max_image_megapixels", "max_audio_seconds",
