@@ -118,8 +118,9 @@ class Settings(BaseModel, frozen=True):
         0.7, ge=0, le=2, description="Temperature where a request gives none. Empty: the model's own.")
     max_concurrent_requests: int = Field(16, ge=1, description="Generations that run at once.")
     max_queued_requests: int = Field(64, ge=0, description="Generations that wait for a place. Beyond: 429.")
-    max_batch_tokens: int = Field(512, ge=16, description=(
-        "Tokens computed in one step: one of each stream that runs, and the rest of prompts."))
+    max_batch_tokens: int | None = Field(None, ge=16, description=(
+        "Tokens computed in one step: one of each stream that runs, the rest of prompts. Empty: what suits the "
+        "device."))
     step_timeout_seconds: float = Field(
         120, gt=0, description="A step that takes longer turns readiness off until it ends.")
     kv_cache_gib: float | None = Field(
@@ -2484,6 +2485,8 @@ class Model:
                                  min_p=own.min_p or 0.0, repetition_penalty=own.repetition_penalty or 1.0)
         self.prefills_in_pieces, self.runs_alone = self._try_out()
         self._choose_runner(cache_gib, cache_fraction)
+        # Larger steps compute prompts faster, and keep everybody else waiting longer.
+        self.batch_tokens = 128 if network.device.type == "cpu" else 2048
 
     @functools.cached_property
     def _plain_encoder(self) -> Any:
@@ -3469,14 +3472,17 @@ class Engine:
         return plan
 
     def _shares(self, choices: Sequence[Choice]) -> dict[Choice, int]:
-        """One token of each answer under way, and of prompts what the batch has room for: short ones first, which
-        hardly keep the others waiting, then the one that has waited longest."""
+        """One token of each answer under way, and of prompts what the batch has room for: the shortest first, which
+        hardly keeps the others waiting, but half of it for the one that has waited longest."""
         shares = {choice: 1 for choice in choices if choice.left == 1}
         room = max(self._batch - len(shares), self._batch // 4)  # however many answers are under way
         prompts = [choice for choice in choices if choice.left > 1]
-        for choice in sorted(prompts, key=lambda choice, short=room // 2: choice.left > short):
-            if room > 0:
-                shares[choice] = min(choice.left, room) if self._model.prefills_in_pieces else choice.left
+        kept = min(prompts[0].left, room // 2) if prompts else 0
+        in_pieces = self._model.prefills_in_pieces
+        for choice in sorted(prompts, key=lambda choice: choice.left if in_pieces else 0):
+            kept = 0 if choice is prompts[0] else kept
+            if room > kept:
+                shares[choice] = min(choice.left, room - kept) if in_pieces else choice.left
                 room -= shares[choice]
         return shares
 
@@ -4799,7 +4805,8 @@ class Server:
             log.error("model load failed after %.1f s: %s", seconds, error.detail)
             return
         self.model_status, self.model = "ready", loading.result()
-        self._engine = Engine(self.model, self.settings.max_concurrent_requests, self.settings.max_batch_tokens,
+        batch = self.settings.max_batch_tokens or self.model.batch_tokens
+        self._engine = Engine(self.model, self.settings.max_concurrent_requests, batch,
                               functools.partial(self._deliver, self._end_process))
         self._engine.start()
         log.info("model ready after %.1f s: %s, context %d", seconds, self.model.name, self.model.context)

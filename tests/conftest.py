@@ -32,14 +32,14 @@ class ScriptedModel:
     """
 
     name, prefills_in_pieces, runs_alone, stop_ids = "scripted", True, False, frozenset({END})
-    runner, room = "scripted", None
+    runner, room, batch_tokens = "scripted", None, 512
     tools, senses, audio_rate = "native", frozenset(), None
     defaults = main.Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
     def __init__(self, *words: str, gated: bool = False, context: int = 4096, seconds: float = 0.0,
                  fail_at: int | None = None, fault: tuple[int, str] = (500, "generation_failed")):
         self.words, self.gated, self.context, self.seconds, self.fail_at = words, gated, context, seconds, fail_at
-        self.fault = fault
+        self.fault, self.reused = fault, 0
         self.gate = threading.Semaphore(0)
         self.asked: list[str] = []  # the last message of every chat
         self.opened = self.forwards = self.prompt_tokens = self.drawn = 0
@@ -51,7 +51,7 @@ class ScriptedModel:
 
     def open(self, tokens, budget, prompt, owner):
         self.opened += 1
-        return self.opened - 1, 0
+        return self.opened - 1, self.reused
 
     def fork(self, state):
         return state

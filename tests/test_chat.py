@@ -82,6 +82,12 @@ def test_json_and_stream_agree_in_text_usage_and_finish(ai, fields, text, finish
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (3, drawn, 3 + drawn)
 
 
+def test_usage_says_how_much_of_the_prompt_had_been_computed_before(ai):
+    model = ScriptedModel("a")
+    client, model.reused = ai(model), 2
+    assert ask(client).usage.prompt_tokens_details.cached_tokens == 2
+
+
 @pytest.mark.parametrize("usage", [True, False])
 def test_a_stream_is_role_then_deltas_then_finish_then_usage_if_asked_then_done(client, usage):
     frames = frames_of(client(ScriptedModel("a", "b")), stream_options={"include_usage": usage})

@@ -134,11 +134,13 @@ def test_a_step_computes_no_more_of_all_prompts_together_than_one_chunk(hall):
     assert fed == Counter({who: size + 1 for who, size in sizes.items()})
 
 
-def test_the_prompt_that_has_waited_longest_is_computed_first(hall):
-    h = hall(Recorder(*WORDS), chunk=16)
-    for name, size in (("first", 64), ("second", 20), ("third", 20)):
+def test_short_prompts_overtake_a_long_one_which_keeps_half_of_each_step(hall):
+    model = Recorder(*WORDS)
+    h = hall(model, chunk=16)
+    for name, size in (("first", 64), ("second", 20), ("third", 10)):
         h.submit(name, budget=1, prompt=size)
-    assert started(h).wait(3) == ["first", "second", "third"]
+    assert started(h).wait(3) == ["third", "second", "first"]
+    assert [dict(step).get(0, 0) for step in model.steps] == [8, 8, 8, 10, 16, 14]
 
 
 def test_a_prompt_goes_whole_to_a_model_that_cannot_take_it_in_pieces(hall):
@@ -279,7 +281,7 @@ def test_a_step_that_fails_ends_its_jobs_and_the_engine_goes_on(hall):
 
 
 def test_a_step_that_fails_spares_the_job_that_it_did_not_feed(hall):
-    h = hall(ScriptedModel(*WORDS, fail_at=1), chunk=16)
+    h = hall(ScriptedModel(*WORDS, fail_at=1), places=2, chunk=16)
     h.submit("answers", budget=9)
     h.submit("prefills", budget=1, prompt=60)
     h.submit("waits", budget=1, prompt=20)

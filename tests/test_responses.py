@@ -458,6 +458,12 @@ def test_an_answer_gets_what_is_asked_for_or_the_operators_budget_or_what_the_co
         {"reasoning_tokens": 0}, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}}
 
 
+def test_usage_says_how_much_of_the_input_had_been_computed_before(ready):
+    model = ScriptedModel(*WORDS)
+    http, model.reused = ready(model), 2
+    assert create(http)["usage"]["input_tokens_details"] == {"cached_tokens": 2, "cache_write_tokens": 0}
+
+
 @pytest.mark.parametrize("fields,asked,shown", [
     ({}, None, []), ({"include": [LOGPROBS]}, 0, list("abcd")), ({"top_logprobs": 2}, 2, list("abcd")),
     ({"include": [LOGPROBS, "reasoning.encrypted_content"], "top_logprobs": 3}, 3, list("abcd"))], ids=str)

@@ -17,7 +17,7 @@ FAMILIES = {
     "gemma3_text": {"seed": 9, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "mistral": {"seed": 7, "num_hidden_layers": 4, "initializer_range": 0.02, "sliding_window": 16},
     "gpt2": {"seed": 7, "n_embd": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.02},
-    "qwen2": {"seed": 1, "num_hidden_layers": 4},
+    "qwen2": {"seed": 2, "num_hidden_layers": 4, "initializer_range": 0.3},
     "phi3": {"seed": 1},
     "smollm3": {"seed": 1, "num_hidden_layers": 4, "initializer_range": 0.3, "no_rope_layers": [1, 1, 1, 0]},
     "gpt_oss": {"seed": 1, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
