@@ -1702,7 +1702,12 @@ class ReplyReader:
 #     through stand-ins for its parts: the tokenizer's knows the markers of (1), those
 #     for pictures, film and sound remember what they made.
 # (5) Some networks note on themselves how far the positions ran ahead of the tokens
-#     (Qwen's `rope_deltas`). That belongs to a sequence: `forward` swaps it in and out.
+#     (Qwen's `rope_deltas`). That belongs to a sequence: it is swapped in and out.
+# (6) Where it fits, a step is one forward of the network for everybody, without padding,
+#     over keys and values of our own: stock networks run on them through transformers'
+#     attention, mask and cache interfaces. Masks say themselves whether they fit; what
+#     is left is compared with the network's own logits at load. Where anything differs,
+#     each sequence has a forward and a cache of its own: slower, and never wrong.
 # ==============================================================================
 MAX_GRAMMARS, MAX_GRAMMAR_CHARACTERS = 64, 131_072  # kept compiled; the longest that is tried
 MAX_CROSSED_PATTERNS = 8  # in one `allOf`: making one expression of sixteen takes all memory
@@ -2042,6 +2047,8 @@ class Pool:
     def open(self, tokens: Sequence[int], budget: int, root: bytes = b"", least: int = 0) -> tuple[Row, int] | None:
         """A row for these tokens, and how many of them it holds already: none, or at least `least`."""
         size = self._size(len(tokens) + min(budget, SPARE_TOKENS))
+        if self._slot(size) is None:  # which those that wait ask again and again
+            return None
         blocks = [*_hashed(root, tokens[:-1])]
         count = bisect.bisect_left(range(len(blocks)), True, key=lambda n: blocks[n] not in self._found)
         if count * BLOCK_TOKENS < least or not count:
@@ -2114,8 +2121,8 @@ class Pool:
     def _size(self, length: int) -> int:
         return min(self.longest, ROW_TOKENS << max(0, math.ceil(length / ROW_TOKENS) - 1).bit_length())
 
-    def _place(self, row: Row, size: int) -> bool:
-        """Put a row where nothing lies, or else what has not been used for longest."""
+    def _slot(self, size: int) -> int | None:
+        """Where nothing lies, or else what has not been used for longest; None: where nothing runs there is no room."""
         count = size // ROW_TOKENS
 
         def last_used(at: int) -> float:
@@ -2123,7 +2130,11 @@ class Pool:
 
         places = range(0, len(self._rows) - count + 1, count)  # the shortest from below, others from above
         at = min(places if size == ROW_TOKENS else reversed(places), key=last_used)
-        if last_used(at) == math.inf:
+        return at if last_used(at) < math.inf else None
+
+    def _place(self, row: Row, size: int) -> bool:
+        at, count = self._slot(size), size // ROW_TOKENS
+        if at is None:
             return False
         for other in {*self._rows[at: at + count]} - {None}:
             self._forget(other)
@@ -2236,7 +2247,7 @@ class Stretch:
                                         if count > 1 else sinks.view(kv, -1, 1))
         return out.flatten(1, 2) if count == 1 else out.flatten(0, 1).transpose(0, 1)
 
-    def _mask(self, window: int | None, query: torch.Tensor) -> tuple[int, int, torch.Tensor]:
+    def _mask(self, window: int | None, query: torch.Tensor) -> tuple[int, int, torch.Tensor | None]:
         """From where to where in the rows there is something to see, and what each query sees of it."""
         import torch
 
@@ -2249,7 +2260,8 @@ class Stretch:
             if window:
                 hidden |= seen <= place[..., None] - window
             mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -math.inf)
-            self._masks[window] = begin, end, mask[:, None]
+            # What sees all there is needs no mask, and is faster without.
+            self._masks[window] = begin, end, mask[:, None] if self.count > 1 or len({*lengths}) > 1 else None
         return self._masks[window]
 
 
@@ -2257,7 +2269,7 @@ def _attention_with_sinks(query: Any, key: Any, value: Any, mask: Any, scaling: 
     """A sink takes its share of a head's attention and gives nothing."""
     import torch
 
-    scores = query @ key.transpose(-1, -2) * scaling + mask
+    scores = query @ key.transpose(-1, -2) * scaling + (0 if mask is None else mask)
     scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
     return scores.softmax(-1)[..., :-1].to(value.dtype) @ value
 
@@ -2339,7 +2351,7 @@ def pool_tokens(layers: Sequence[tuple[Any, Any]], context: int, gib: float | No
         return int(torch.cuda.mem_get_info(device)[0] * fraction / each)
     free = psutil.virtual_memory().available / each
     whole = context + ROW_TOKENS
-    return int(max(min(16 * min(whole, 4096), free / 4), min(whole, free * fraction)))
+    return int(max(min(16 * min(whole, 4096), free / 4), min(whole, free / 2)))
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -3284,8 +3296,10 @@ def _filter_rows(probabilities: torch.Tensor, draws: Sequence[Draw]) -> torch.Te
 # One thread runs every generation, all of them a token at a time: admit, schedule,
 # forward, sample, emit, retire. It decides who gets what in a step and never sees
 # a tensor; the model does the work and decides nothing. A step feeds one token of
-# each answer under way and at most one chunk of somebody's prompt, so that a long
-# prompt never stalls the others. Events leave by the job's own `emit`.
+# each answer under way and a bounded share of prompts, so that a long prompt never
+# stalls the others. Where room runs short the newest gives way: it waits, and goes
+# on from what it has said. The oldest always goes on, so that all come to an end.
+# Events leave by the job's own `emit`.
 # ==============================================================================
 class Job:
     """One generation. The engine thread owns it; others may only set `cancelled`."""
