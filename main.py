@@ -2061,7 +2061,7 @@ class Pool:
             row = self._copied(source, reused, blocks[:count], size)
         if row is None and ended:  # nothing of it would be lost, or there is no other room than its own
             self._cut(source, count)
-            row = source if self.reserve(source, size) else None
+            row, self._untidy = source if self.reserve(source, size) else None, True
         if row is not source:
             source.used = next(self._clock) if ended else used
         return (row, reused) if row else None
