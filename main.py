@@ -1986,8 +1986,11 @@ class SoloRunner:
         media = copy.copy(media).to(network.device, network.dtype) if media is not None else {}
         for part, kept in zip(self._keepers, memory.kept, strict=True):
             part.rope_deltas = kept
-        out = network(input_ids=torch.tensor([tokens], device=network.device), cache=memory.cache, use_cache=True,
-                      return_dict=True, **self.options, **media)
+        head = None if self.options else network.get_output_embeddings()
+        # Else it would make the logits of every token: a gigabyte for the sound of minutes.
+        with head.register_forward_pre_hook(lambda _, args: (args[0][:, -1:],)) if head else contextlib.nullcontext():
+            out = network(input_ids=torch.tensor([tokens], device=network.device), cache=memory.cache, use_cache=True,
+                          return_dict=True, **self.options, **media)
         memory.kept = [part.rope_deltas for part in self._keepers]
         return out.logits[0, -1].float()
 

@@ -540,6 +540,16 @@ def test_media_that_the_network_fails_on_fail_alone(pair):
     assert tokens_of(said[0]) == tokens_of(said[2]) == expected
 
 
+@pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni", "qwen2_5_vl"])
+def test_a_prompt_with_media_makes_the_logits_of_its_last_token_only(pair, family):
+    model, made = pair(family).model, []
+    head = model._network.get_output_embeddings()
+    turns = questions(family)[0]
+    with head.register_forward_hook(lambda *call: made.append(call[2].shape[1])):
+        first_logits(model, turns)
+    assert made == [1]
+
+
 def test_a_model_of_words_has_no_senses():
     model = tiny.model()
     assert (model.senses, model.audio_rate) == (frozenset(), None)
