@@ -59,6 +59,7 @@ import anyio
 import av
 import httpx2
 import numpy
+import prometheus_client as prometheus
 import uvicorn
 from dotenv import dotenv_values, load_dotenv
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
@@ -3349,9 +3350,12 @@ class Choice:
 class Engine:
     """Runs every generation. The engine thread owns all of this; other threads touch `_inbox` only."""
 
-    def __init__(self, model: Model, places: int, batch: int, on_loss: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, model: Model, places: int, batch: int, on_loss: Callable[[], None] = lambda: None,
+                 on_step: Callable[[float], None] = lambda seconds: None,
+                 on_preemption: Callable[[], None] = lambda: None) -> None:
         self._model, self.places, self._batch = model, 1 if model.runs_alone else places, batch
         self._on_loss, self._lost = on_loss, False  # of the device
+        self._on_step, self._on_preemption = on_step, on_preemption
         self.busy_since: float | None = None  # on the monotonic clock, while a step is under way
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._waiting: deque[Choice] = deque()
@@ -3376,6 +3380,7 @@ class Engine:
             if self._running:
                 self.busy_since = time.monotonic()
                 self._step()
+                self._on_step(time.monotonic() - self.busy_since)
                 self.busy_since = None
 
     # -- who runs ----------------------------------------------------------------------------------------------
@@ -3507,6 +3512,7 @@ class Engine:
         while not self._model.reserve(choice.state, length):
             newest = self._running[-1]
             self._give_way(newest)
+            self._on_preemption()
             if newest is choice:
                 return False
         return True
@@ -3814,6 +3820,9 @@ class SessionStore:
                 batch = [make_frame(session.name, *row) for row in rows]
             at += len(batch)
             yield batch
+
+    def __len__(self) -> int:
+        return len(self._by_id)
 
     async def list(self, owner: str) -> list[Session]:
         """Every session of this owner that can be read, newest first."""
@@ -4724,8 +4733,45 @@ class Generation:
     background: bool = False  # it never stops for want of a reader
     announced: bool = False  # the client has been told of it: a refusal can only be a frame
     tokens: list[int] = field(default_factory=list)  # those behind the next frame
+    first_at: float = 0.0  # when its first token came
     stop_work: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     grace: asyncio.TimerHandle | None = None  # runs since the last reader left, while nobody reads
+
+
+class Metrics:
+    """What `/metrics` tells, in a registry of its own. Any thread may count; what stands somewhere is looked up."""
+
+    def __init__(self, server: Server) -> None:
+        self.registry = prometheus.CollectorRegistry()
+        options = {"namespace": "inference", "registry": self.registry}
+
+        def count(name: str, words: str, *labels: str) -> prometheus.Counter:
+            return prometheus.Counter(name, words, labels, **options)
+
+        def spread(name: str, words: str, *bounds: float) -> prometheus.Histogram:
+            return prometheus.Histogram(name, words, unit="seconds", buckets=bounds, **options)
+
+        self.requests = count("requests", "Requests that were answered.", "route", "status")
+        self.generations = count("generations", "Generations that have ended.", "outcome")
+        self.prompt_tokens = count("prompt_tokens", "Tokens of prompts.")
+        self.cached_tokens = count("cached_prompt_tokens", "Those of them that had been computed before.")
+        self.tokens = count("generated_tokens", "Tokens of answers.")
+        self.preemptions = count("preemptions", "Answers that gave way to older ones for want of room, to go on later.")
+        self.first_token = spread("first_token", "From a request to its first token.",
+                                  .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 300)
+        self.each_token = spread("token", "Between two tokens of an answer, on average.",
+                                 .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5)
+        self.step = spread("step", "One step of the engine.", .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 5, 30)
+        for name, words, look in (
+                ("running", "Generations under way.", lambda: server.running),
+                ("queued", "Generations that wait.", lambda: server.queued),
+                ("sessions", "Sessions in memory.", lambda: len(server.store)),
+                ("readers", "Readers of streams.", lambda: server.readers),
+                ("cache_tokens", "Tokens that the cache holds for what runs.", lambda: server.cache_room[0]),
+                ("cache_room_tokens", "Tokens that it has room for.", lambda: server.cache_room[1]),
+                ("model_ready", "Whether the model has loaded.", lambda: server.model_status == "ready"),
+                ("storage_ok", "Whether sessions reach the disk.", lambda: not (server.log and server.log.degraded))):
+            prometheus.Gauge(name, words, **options).set_function(look)
 
 
 class Server:
@@ -4748,6 +4794,7 @@ class Server:
         self._reading, self._looking = asyncio.Semaphore(2), asyncio.Semaphore(2)
         self._fetching = asyncio.Semaphore(MAX_FETCHING)
         self.held_bytes = 0  # by requests under way, as far as they are large
+        self.metrics, self.readers = Metrics(self), 0
 
     # -- life --------------------------------------------------------------------------------------------------
     async def start(self) -> None:
@@ -4824,7 +4871,8 @@ class Server:
         self.model_status, self.model = "ready", loading.result()
         batch = self.settings.max_batch_tokens or self.model.batch_tokens
         self._engine = Engine(self.model, self.settings.max_concurrent_requests, batch,
-                              functools.partial(self._deliver, self._end_process))
+                              functools.partial(self._deliver, self._end_process), self.metrics.step.observe,
+                              self.metrics.preemptions.inc)
         self._engine.start()
         log.info("model ready after %.1f s: %s, context %d", seconds, self.model.name, self.model.context)
 
@@ -4844,6 +4892,14 @@ class Server:
         return sum(g.session.status == "in_progress" for g in self._generations.values())
 
     @property
+    def cache_room(self) -> tuple[int, int]:
+        return (self.model and self.model.room) or (0, 0)
+
+    @property
+    def queued(self) -> int:
+        return len(self._generations) - self.running
+
+    @property
     def readiness(self) -> dict[str, Any]:
         """What `/ready` says."""
         return {
@@ -4856,7 +4912,7 @@ class Server:
             "senses": ["text", *sorted(self.model.senses)] if self.model else None,
             "runner": self.model.runner if self.model else None,
             "storage": "off" if self.log is None else "degraded" if self.log.degraded else "ok",
-            "running": self.running, "queued": len(self._generations) - self.running}
+            "running": self.running, "queued": self.queued}
 
     async def _wait_for_model(self) -> Model:
         """The model; the first to ask begins the load, and one that failed is tried again."""
@@ -5036,10 +5092,17 @@ class Server:
         if reply.is_done:
             session.result = reply.result()
         match event:
-            case Started():
+            case Started(cached):
                 session.status = "in_progress"
+                self.metrics.cached_tokens.inc(cached)
+            case Accepted(prompt_tokens):
+                self.metrics.prompt_tokens.inc(prompt_tokens)
             case Produced(token):
                 generation.tokens.append(token)
+                self.metrics.tokens.inc()
+                if not generation.first_at:
+                    generation.first_at = time.time()
+                    self.metrics.first_token.observe(generation.first_at - session.created)
             case Finished(reason) if reply.is_done:
                 status, why = "cancelled" if reason == "cancelled" else "completed", why or reason
             case Failed(error):
@@ -5054,13 +5117,19 @@ class Server:
         if status:
             del self._generations[session.id]
             generation.stop_work.close()
-            log.info("session %s %s (%s) after %.2f s", session.id, status, why, time.time() - session.created)
+            self.metrics.generations.labels(status).inc()
+            made, ended = reply.completion_tokens, time.time()
+            if made > 1:
+                self.metrics.each_token.observe((ended - generation.first_at) / (made - 1))
+            log.info("session %s %s (%s) after %.2f s: %d tokens in, %d out", session.id, status, why,
+                     ended - session.created, reply.accepted.prompt_tokens, made)
 
     # -- readers -----------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def reading(self, session: Session, stays: bool = True) -> Iterator[None]:
         """Count a reader. When the last one leaves, the grace begins; it is none for one that cannot come back."""
         session.readers += 1
+        self.readers += 1
         if (generation := self._generations.get(session.id)) and generation.grace:
             generation.grace.cancel()
             generation.grace = None
@@ -5068,6 +5137,7 @@ class Server:
             yield
         finally:
             session.readers -= 1
+            self.readers -= 1
             generation = self._generations.get(session.id)
             if generation and not session.readers and not generation.background:
                 seconds = (self.settings.cancel_after_disconnect_seconds or threading.TIMEOUT_MAX) if stays else 0
@@ -5486,6 +5556,11 @@ async def health() -> dict[str, str]:
     return {"status": "ok"}
 
 
+@router.get("/metrics")
+async def metrics(server: ServerDep) -> Response:
+    return Response(prometheus.generate_latest(server.metrics.registry), media_type=prometheus.CONTENT_TYPE_PLAIN_0_0_4)
+
+
 @router.get("/ready")
 async def ready(server: ServerDep) -> JSONResponse:
     content = server.readiness
@@ -5514,6 +5589,8 @@ class Door(FastAPI):
         async def send_with_id(message: Any) -> None:
             if message["type"] == "http.response.start":
                 holding.close()
+                route = getattr(scope.get("route"), "path", "none")  # as it is declared: names and ids are no labels
+                self.state.server.metrics.requests.labels(route, message["status"]).inc()
                 MutableHeaders(scope=message).append("x-request-id", scope["request_id"])
             await send(message)
 

@@ -10,6 +10,7 @@ import httpx2
 import pytest
 from conftest import ScriptedModel, chat, main, parse_sse, running_app, wait_until
 from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
 
 URL = "/v1/chat/completions"
 GENERATED_ID = r"[0-9a-f]{32}"
@@ -432,3 +433,53 @@ def test_two_apps_in_one_process_share_nothing(settings, tmp_path):
     with TestClient(first) as one, TestClient(second) as two:
         said = [c.post(URL, json=chat(session_id="same")).json() for c in (one, two)]
     assert [(s["model"], s["choices"][0]["message"]["content"]) for s in said] == [("one", "1"), ("two", "2")]
+
+
+# -- metrics ---------------------------------------------------------------------------------------------------
+def measured(http):
+    """What `/metrics` says, by name and labels."""
+    answer = http.get("/metrics")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return {sample.name.removeprefix("inference_") + "".join(map(str, sample.labels.values())): sample.value
+            for family in text_string_to_metric_families(answer.text) for sample in family.samples}
+
+
+def test_metrics_count_what_was_asked_and_answered(client):
+    http = client(ScriptedModel("a", "b", "c"))
+    http.post(URL, json=chat("one two"))
+    http.post(URL, json=chat("one", stream=True)).read()
+    http.post(URL, json={"messages": 7})
+    http.get("/v1/sessions/unknown")
+    http.get("/no/such/route")
+    told = measured(http)
+    assert {name: told[name] for name in (
+        f"requests_total{URL}200", f"requests_total{URL}400", "requests_total/v1/sessions/{ref}404",
+        "requests_totalnone404", "generations_totalcompleted", "prompt_tokens_total", "generated_tokens_total",
+        "first_token_seconds_count", "token_seconds_count", "model_ready", "running", "queued", "readers",
+        "preemptions_total", "cached_prompt_tokens_total")} == {
+        f"requests_total{URL}200": 2, f"requests_total{URL}400": 1, "requests_total/v1/sessions/{ref}404": 1,
+        "requests_totalnone404": 1, "generations_totalcompleted": 2, "prompt_tokens_total": 3,
+        "generated_tokens_total": 8, "first_token_seconds_count": 2, "token_seconds_count": 2, "model_ready": 1,
+        "running": 0, "queued": 0, "readers": 0, "preemptions_total": 0, "cached_prompt_tokens_total": 0}
+    assert told["step_seconds_count"] >= 4
+
+
+def test_metrics_tell_what_goes_on(live):
+    model = ScriptedModel("a", gated=True)
+    with httpx2.Client(base_url=live(model), timeout=30) as http:
+        before = measured(http)
+        with http.stream("POST", URL, json=chat(stream=True, session_id="s")):
+            wait_until(lambda: measured(http)["running"] == 1)
+            told = measured(http)
+            http.post("/v1/cancel/s")
+            model.gate.release()
+        after = wait_until(lambda: (now := measured(http))["readers"] == 0 and now)
+    assert (before["sessions"], told["sessions"], told["readers"]) == (0, 1, 1)
+    assert (after["running"], after["generations_totalcancelled"]) == (0, 1)
+
+
+def test_two_servers_count_apart(settings):
+    for _ in range(2):
+        with TestClient(main.create_app(settings(), load=lambda *_: ScriptedModel("a"))) as http:
+            http.post(URL, json=chat())
+            assert measured(http)["generations_totalcompleted"] == 1
