@@ -1,6 +1,9 @@
 """Tiny real models for tests: real architectures with random float32 weights, real tokenizers, nothing downloaded."""
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import torch
 from conftest import main
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -42,6 +45,12 @@ FLAT = [family for family in FAMILIES if family not in OF_THEIR_OWN]
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+SEEING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for c in m.content %}{% if c.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif c.type == 'text' %}{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
@@ -96,3 +105,53 @@ def model(family="llama", template=CHATML, max_context=None, room=None):
     """The server's own Model over a tiny network; `room` in tokens, two layers of two heads of 16 numbers each."""
     gib = room and room * 2 * 2 * 2 * 16 * 4 / 2**30
     return main.Model(family, tokenizer(template), network(family), max_context, gib)
+
+
+def seeing_model(tokenizer_folder, folder):
+    """A checkpoint of 100 M random weights that sees, for timing alone; a picture of a megapixel is 1,300 tokens."""
+    import transformers as t
+
+    tokenizer = t.AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": [
+        "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]})
+    token = tokenizer.convert_tokens_to_ids
+    text = {"vocab_size": len(tokenizer), "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 16,
+            "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "bos_token_id": 1,
+            "eos_token_id": 2, "pad_token_id": 2, "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 1e6}}
+    vision = {"depth": 12, "hidden_size": 384, "intermediate_size": 1024, "num_heads": 6, "out_hidden_size": 576,
+              "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [5, 11]}
+    config = t.Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, image_token_id=token("<|image_pad|>"),
+        video_token_id=token("<|video_pad|>"), vision_start_token_id=token("<|vision_start|>"),
+        vision_end_token_id=token("<|vision_end|>"))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        t.Qwen2_5_VLForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder)
+    t.Qwen2_5_VLProcessor(
+        image_processor=t.Qwen2VLImageProcessor(max_pixels=2**20), video_processor=t.Qwen2VLVideoProcessor(),
+        tokenizer=tokenizer, chat_template=SEEING).save_pretrained(folder)
+    return str(folder)
+
+
+def demo_as_gguf(file):
+    """The demo model as bf16 GGUF: every matrix of the package's file dequantised, all else as it is."""
+    import gguf
+
+    package = Path(importlib.util.find_spec(main.DEMO_PACKAGE).origin).parent
+    reader, bf16 = gguf.GGUFReader(package / main.DEMO_FILE), gguf.GGMLQuantizationType.BF16
+    writer = gguf.GGUFWriter(file, reader.fields["general.architecture"].contents())
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    for name, value in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+            kind, *inner = value.types
+            writer.add_key_value(name, value.contents(), kind, inner[-1] if inner else None)
+    for tensor in reader.tensors:
+        weights = gguf.dequantize(tensor.data, tensor.tensor_type)
+        kind = bf16 if weights.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(tensor.name, gguf.quantize(weights, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(file)
