@@ -3595,6 +3595,7 @@ SESSION_BYTES, FRAME_BYTES = 4096, 160  # what a session costs beside its frames
 READ_BATCH_FRAMES = 256
 LISTED_SESSIONS = 1000
 MAX_UNSAVED_WRITES, MAX_UNSAVED_CHARACTERS = 50_000, 2**28
+MAX_COMMITTED_WRITES = 512  # in one go: the loop is told of them in one go, too
 RETRY_SECONDS = 1.0
 
 
@@ -3951,7 +3952,7 @@ class SessionLog:
             tasks = []
             with contextlib.suppress(queue.Empty):  # wake up to try again what could not be saved
                 tasks.append(self._inbox.get(timeout=RETRY_SECONDS if self._unsaved else None))
-                tasks += [self._inbox.get() for _ in range(min(self._inbox.qsize(), 4096))]
+                tasks += [self._inbox.get() for _ in range(min(self._inbox.qsize(), MAX_COMMITTED_WRITES))]
             if stopping := None in tasks:
                 self._retry_at = 0.0
             self._commit([task for task in tasks if isinstance(task, tuple)])
@@ -4661,6 +4662,7 @@ def broken_off(kind: str, error: ApiError, index: int, result: Item | None) -> t
 Load = Callable[[Settings, Report], Model]
 EXIT_DEVICE_LOST, LAST_WORDS_SECONDS = 75, 2.0  # EX_TEMPFAIL; for readers and the disk
 MAX_FETCHING = 16  # requests at once
+TURN_SECONDS = 0.002  # of the loop's time in one go for what the engine tells
 MAX_CONVERSATION_CHARACTERS = 192 * 2**20  # that a request may have put in front of it, or refer to
 
 
@@ -4788,6 +4790,8 @@ class Server:
         self._engine: Engine | None = None
         self._loading: asyncio.Future[Model] | None = None
         self._generations: dict[str, Generation] = {}
+        self._arrived: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()  # from other threads
+        self._taking_in = False  # whether the loop has been told
         # Media have threads of their own, and whoever waits for somebody's network holds no place of those who look.
         self._pool, self._media_pool = ThreadPoolExecutor(2, "tokenize"), ThreadPoolExecutor(2, "media")
         self._counting, self._recalling = asyncio.Semaphore(), asyncio.Semaphore()
@@ -5075,8 +5079,24 @@ class Server:
 
     def _deliver(self, call: Callable[..., None], *values: Any) -> None:
         """The one bridge from the engine, and from the thread that loads, to the loop."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped meanwhile
-            self._loop.call_soon_threadsafe(call, *values)
+        self._arrived.append((call, values))
+        if not self._taking_in:
+            self._taking_in = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped meanwhile
+                self._loop.call_soon_threadsafe(self._take_in)
+
+    def _take_in(self) -> None:
+        """Do what has arrived, in its order, but let the loop turn now and then: others wait for it, too."""
+        last = time.monotonic() + TURN_SECONDS
+        try:
+            while self._arrived and time.monotonic() < last:
+                call, values = self._arrived.popleft()
+                call(*values)
+        finally:
+            self._taking_in = False
+            if self._arrived:  # still, or since it was looked at
+                self._taking_in = True
+                self._loop.call_soon(self._take_in)
 
     def _produce(self, generation: Generation, event: Event, why: str | None = None) -> None:
         """Fold an event into frames. The last one ends the generation: what comes after it belongs to nobody."""
