@@ -105,6 +105,9 @@ class Settings(BaseModel, frozen=True):
     device_map: str = Field("auto", min_length=1, description="`auto`, `cpu`, `cuda:0`, `mps`: where the weights go.")
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="`auto` is the checkpoint's own, or the nearest that is fast on this device.")
+    quantization: Literal["none", "int8", "int4", "bnb-4bit", "bnb-8bit"] = Field("none", description=(
+        "Weights of fewer bits. `int8` needs nothing on a CPU, and torchao on a GPU, as `int4` does; the others need "
+        "bitsandbytes."))
     max_context_tokens: int | None = Field(
         None, ge=16, description="Upper bound of prompt plus answer. Empty: what the model was made for.")
     eager_load_model: bool = Field(False, description="Load at start, behind the running server, not at first use.")
@@ -1826,10 +1829,13 @@ def _load_parts(source: ModelSource, settings: Settings, report: Report, **optio
         processor = AutoTokenizer.from_pretrained(source.repo, **options)
     report(Progress("weights"))
     dtype = _choose_dtype(settings, config)
+    options |= _quantization(settings, source, dtype)
     if source.gguf:
         options["quantization_config"] = GgufConfig(dequantize=True)
-    network = kind.from_pretrained(source.repo, dtype=dtype, device_map=settings.device_map, **options)
-    return processor, network.eval()
+    network = kind.from_pretrained(source.repo, dtype=dtype, device_map=settings.device_map, **options).eval()
+    if settings.quantization == "int8" and _on_cpu(settings):
+        pack_linears(network, to_int8=True)
+    return processor, network
 
 
 def load_model(settings: Settings, report: Report) -> Model:
@@ -1885,6 +1891,85 @@ def _choose_dtype(settings: Settings, config: Any) -> torch.dtype:
         return own if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     able = torch.cpu.get_capabilities()  # without these a CPU only imitates bf16, at a fraction of float32's speed
     return torch.bfloat16 if able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16") else torch.float32
+
+
+def _on_cpu(settings: Settings) -> bool:
+    import torch
+
+    return settings.device_map == "cpu" or not torch.accelerator.is_available()
+
+
+def _quantization(settings: Settings, source: ModelSource, dtype: torch.dtype) -> dict[str, Any]:
+    """What transformers is told of QUANTIZATION. On a CPU `int8` is ours: what it knows is slower there than bf16."""
+    chosen, on_cpu = settings.quantization, _on_cpu(settings)
+    if chosen == "none" or (chosen == "int8" and on_cpu):
+        return {}
+    package = "bitsandbytes" if chosen.startswith("bnb") else "torchao"
+    if package == "torchao" and on_cpu:
+        raise load_error(f"QUANTIZATION={chosen} needs a GPU: choose `int8`, or `none`.")
+    if source.gguf:
+        raise load_error(f"QUANTIZATION={chosen} cannot be had from a GGUF file: choose `none`, or name safetensors.")
+    if importlib.util.find_spec(package) is None:
+        raise load_error(f"QUANTIZATION={chosen} needs a package: run `pip install {package}`, or choose `none`.")
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if package == "torchao":
+        from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+
+        return {"quantization_config": TorchAoConfig((Int4WeightOnlyConfig if chosen == "int4" else
+                                                      Int8WeightOnlyConfig)())}
+    return {"quantization_config": BitsAndBytesConfig(
+        load_in_4bit=chosen == "bnb-4bit", load_in_8bit=chosen == "bnb-8bit", bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype)}
+
+
+# Up to so many rows the int8 product is the fastest: beside oneDNN's blocks, and where there are none (measured).
+FEW_ROWS, FEW_ROWS_ALONE = 4, 16
+
+
+def pack_linears(network: Any, to_int8: bool) -> None:
+    """Let a processor read the decoder's weights faster: in oneDNN's blocks and, for few rows, as int8. Both stand for
+    the same numbers, so that company changes no answer; where memory is short, there is the int8 alone."""
+    import psutil
+    import torch
+
+    class Packed(torch.nn.Module):
+        def __init__(self, linear: Any, in_blocks: bool) -> None:
+            super().__init__()
+            weight, self.bias, self.few = linear.weight.detach(), linear.bias, -1
+            if to_int8:
+                self.few = FEW_ROWS if in_blocks else FEW_ROWS_ALONE
+                self.scale = (weight.abs().amax(1) / 127).clamp(min=torch.finfo(weight.dtype).tiny)
+                self.int8 = (weight / self.scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+                weight = self.int8 * self.scale[:, None]
+            self.blocks = torch.ops.mkldnn._reorder_linear_weight(weight) if in_blocks else None
+
+        @property
+        def weight(self) -> torch.Tensor:  # some networks use it themselves
+            return self.int8 * self.scale[:, None] if self.blocks is None else self.blocks.to_dense()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = x.shape[:-1].numel()
+            if rows > self.few and self.blocks is not None:
+                return torch.ops.mkldnn._linear_pointwise(x, self.blocks, self.bias, "none", [], "")
+            if rows > self.few:
+                out = torch.nn.functional.linear(x, self.int8.to(x.dtype)) * self.scale
+            else:
+                out = torch.ops.aten._weight_int8pack_mm(x.reshape(rows, x.shape[-1]), self.int8, self.scale)
+                out = out.view(*x.shape[:-1], len(self.int8))
+            return out if self.bias is None else out + self.bias
+
+    head = network.get_output_embeddings()
+    parts = {*network.get_decoder().modules(), head}
+    linears = {name: part for name, part in network.named_modules() if part in parts and type(part) is torch.nn.Linear}
+    size = sum(part.weight.nbytes for part in linears.values())
+    able = {torch.float32: torch.backends.mkldnn.is_available(),
+            torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported()}
+    in_blocks = able.get(network.dtype, False) and (not to_int8 or psutil.virtual_memory().available > size)
+    for name in [*linears] if to_int8 or in_blocks else ():
+        network.set_submodule(name, Packed(linears.pop(name), in_blocks))  # one at a time: the old weights are let go
+    kinds = (("int8", to_int8), (f"{network.dtype} in blocks".removeprefix("torch."), in_blocks))
+    log.info("weights are kept as %s", " and ".join(kind for kind, is_so in kinds if is_so) or "they are")
 
 
 LOAD_CAUSES = (  # phrases and names of errors, which a model's own name hardly holds -> what they mean, what to do

@@ -1,0 +1,96 @@
+"""Weights of fewer bits: how close they come, that company changes nothing, and what cannot be had."""
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import tiny
+import torch
+from conftest import ROOT, main, tokens_of
+from test_batch import text
+from test_model import run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def packed(family, to_int8=True):
+    network = tiny.network(family)
+    main.pack_linears(network, to_int8)
+    return network
+
+
+def logits(network, tokens):
+    with torch.inference_mode():
+        return network(input_ids=torch.tensor([tokens])).logits
+
+
+def apart(network, other, tokens):
+    return main._apart(logits(network, tokens), logits(other, tokens))
+
+
+# -- int8 on a processor -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3", "gpt_oss", "gpt2"])
+def test_int8_logits_are_close_to_those_of_the_weights_they_are_made_from(family):
+    assert 0 < apart(tiny.network(family), packed(family), text(40)) <= 0.05
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_network_runs_with_int8_weights_in_the_runner_that_it_had(family):
+    assert main.Model(family, tiny.tokenizer(), packed(family)).runner == tiny.model(family).runner
+
+
+@pytest.mark.parametrize("memory", [0, 2**60])
+def test_int8_answers_are_the_same_alone_and_in_company_with_and_without_room_for_blocks(memory, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=memory))
+    network = packed("llama")
+    assert (network.lm_head.blocks is None) is (memory == 0)
+    monkeypatch.undo()
+    asked = [text(n, seed=n) for n in (5, 33, 17, 60, 2, 40, 9, 21)]
+    made = main.Model("llama", tiny.tokenizer(), network)
+    alone = [tokens_of(run(made, [prompt], [24])[0]) for prompt in asked]
+    together = [tokens_of(events) for events in run(made, asked, [24] * len(asked))]
+    assert together == alone and len({*alone[0]}) > 8
+
+
+@pytest.mark.parametrize("to_int8", [True, False])
+def test_packed_weights_are_read_back_as_they_are_computed_with(to_int8):
+    weight = tiny.network("llama").lm_head.weight
+    read = packed("llama", to_int8).lm_head.weight
+    assert (read - weight).abs().max() <= (weight.abs().amax() / 254 if to_int8 else 0)
+
+
+def test_the_embedding_that_a_head_is_tied_to_stays_as_it_is():
+    network = tiny.network("llama")
+    network.lm_head.weight = network.model.embed_tokens.weight
+    before = network.model.embed_tokens.weight.clone()
+    main.pack_linears(network, to_int8=True)
+    assert torch.equal(network.model.embed_tokens.weight, before)
+    assert type(network.lm_head).__name__ == "Packed"
+
+
+def test_a_checkpoint_is_loaded_as_int8_where_the_operator_asks_for_it(tmp_path):
+    tiny.network("llama").save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    chosen = main.Settings(model_repo_id=str(tmp_path), device_map="cpu", quantization="int8")
+    loaded = main.load_model(chosen, lambda _: None)
+    assert loaded.runner == "flat batch" and loaded._network.lm_head.int8.dtype == torch.int8
+
+
+# -- what others quantise ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("chosen", "gguf", "words"), [
+    ("int4", None, "needs a GPU: choose `int8`"), ("bnb-4bit", None, "pip install bitsandbytes"),
+    ("bnb-8bit", None, "pip install bitsandbytes"), ("bnb-4bit", "a.gguf", "GGUF")])
+def test_what_cannot_be_had_is_refused_in_one_sentence_that_says_what_to_do(chosen, gguf, words, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    settings = main.Settings(device_map="cpu", quantization=chosen)
+    with pytest.raises(main.ApiError, match=words) as refusal:
+        main._quantization(settings, main.ModelSource(str(ROOT), gguf=gguf), torch.bfloat16)
+    assert (refusal.value.status_code, refusal.value.code) == (503, "model_load_failed")
