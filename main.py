@@ -108,6 +108,8 @@ class Settings(BaseModel, frozen=True):
     quantization: Literal["none", "int8", "int4", "bnb-4bit", "bnb-8bit"] = Field("none", description=(
         "Weights of fewer bits. `int8` needs nothing on a CPU, and torchao on a GPU, as `int4` does; the others need "
         "bitsandbytes."))
+    compile: bool = Field(False, description=(
+        "Compile the decoding of answers, in the background after the load. Takes minutes, once."))
     max_context_tokens: int | None = Field(
         None, ge=16, description="Upper bound of prompt plus answer. Empty: what the model was made for.")
     eager_load_model: bool = Field(False, description="Load at start, behind the running server, not at first use.")
@@ -1852,8 +1854,11 @@ def load_model(settings: Settings, report: Report) -> Model:
     finally:
         transformers_logging.set_tqdm_hook(previous)
     report(Progress("check"))
-    return Model(settings.served_id, processor, network, settings.max_context_tokens, settings.kv_cache_gib,
-                 settings.kv_cache_fraction)
+    model = Model(settings.served_id, processor, network, settings.max_context_tokens, settings.kv_cache_gib,
+                  settings.kv_cache_fraction)
+    if settings.compile:
+        model.compile()
+    return model
 
 
 def _progress_bar(report: Report, stage: Literal["download", "weights"]) -> type:
@@ -1934,15 +1939,19 @@ def pack_linears(network: Any, to_int8: bool) -> None:
     import torch
 
     class Packed(torch.nn.Module):
+        product = torch.ops.mkldnn._linear_pointwise.default
+
         def __init__(self, linear: Any, in_blocks: bool) -> None:
             super().__init__()
             weight, self.bias, self.few = linear.weight.detach(), linear.bias, -1
             if to_int8:
                 self.few = FEW_ROWS if in_blocks else FEW_ROWS_ALONE
-                self.scale = (weight.abs().amax(1) / 127).clamp(min=torch.finfo(weight.dtype).tiny)
-                self.int8 = (weight / self.scale[:, None]).round().clamp(-127, 127).to(torch.int8)
-                weight = self.int8 * self.scale[:, None]
-            self.blocks = torch.ops.mkldnn._reorder_linear_weight(weight) if in_blocks else None
+                scale = (weight.abs().amax(1) / 127).clamp(min=torch.finfo(weight.dtype).tiny)
+                self.register_buffer("scale", scale, False)
+                self.register_buffer("int8", (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8), False)
+                weight = self.int8 * scale[:, None]
+            blocks = torch.ops.mkldnn._reorder_linear_weight(weight) if in_blocks else None
+            self.register_buffer("blocks", blocks, False)
 
         @property
         def weight(self) -> torch.Tensor:  # some networks use it themselves
@@ -1951,7 +1960,7 @@ def pack_linears(network: Any, to_int8: bool) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             rows = x.shape[:-1].numel()
             if rows > self.few and self.blocks is not None:
-                return torch.ops.mkldnn._linear_pointwise(x, self.blocks, self.bias, "none", [], "")
+                return self.product(x, self.blocks, self.bias, "none", [], "")
             if rows > self.few:
                 out = torch.nn.functional.linear(x, self.int8.to(x.dtype)) * self.scale
             else:
@@ -2368,18 +2377,20 @@ class Plan:  # of a step
     stretches: list[Stretch]
     places: torch.Tensor  # of the new tokens in the pool
 
+    def attend(self, query: Any, *others: Any) -> torch.Tensor:
+        import torch
+
+        query = query[0].transpose(0, 1)
+        return torch.cat([stretch.attend(query, *others) for stretch in self.stretches])[None]
+
 
 def attend(module: Any, query: Any, key: Any, value: Any, window: Any, scaling: float | None = None, s_aux: Any = None,
-           plan: Plan | None = None, **others: Any) -> tuple[torch.Tensor, None]:
+           plan: Any = None, **others: Any) -> tuple[torch.Tensor, None]:
     """A network's attention in a flat step: `query` is `[1, head, token, dim]`, `window` what `window_of` said."""
-    import torch
-
     if not isinstance(window, int | None) or not getattr(module, "is_causal", True) or any(
             others.get(name) is not None for name in ("softcap", "position_bias")):
         raise NotFlat("its attention has masks, biases or caps of its own")
-    query, scaling = query[0].transpose(0, 1), scaling or query.shape[-1] ** -0.5
-    outs = [stretch.attend(query, key, value, window, scaling, s_aux) for stretch in plan.stretches]
-    return torch.cat(outs)[None], None
+    return plan.attend(query, key, value, window, scaling or query.shape[-1] ** -0.5, s_aux), None
 
 
 def window_of(mask_function: Any, local_size: int | None = None, attention_mask: Any = None,
@@ -2452,17 +2463,184 @@ def tolerance(network: Any) -> float:
     return 1e-4 if str(network.dtype) == "torch.float32" else 0.1
 
 
+COMPILED_SIZES = 1, 8, 4, 16, 2, 32  # tokens of a step, in the order in which they are compiled
+
+
+class CompiledSteps:
+    """Steps that only decode, through torch's compiler, a layer at a time; layers alike share their code.
+
+    `warm` runs on a thread of its own, over copies of the network that share its weights. A size is served once it was
+    seen to be right, and a step is filled up to the next size. Attention and the pool, whose shapes change at every
+    step, are called back from the compiled code, and see only the tokens that there are. Nothing of dynamo is left at
+    run time: no guards, and no shape that would be compiled while streams wait.
+    """
+
+    def __init__(self, network: Any, pool: Pool, compile: Callable[..., Callable[..., Any]]) -> None:
+        self._network, self._pool, self._compile = network, pool, compile
+        self._now = threading.local()  # what a thread's step is about
+        self._codes: dict[Any, Callable[..., Any]] = {}
+        self._sizes: dict[int, list[Callable[..., Any]]] = {}
+
+    def warm(self) -> None:
+        """Compile one size after the other. What cannot be compiled, or comes out wrong, stays as it is."""
+        try:
+            self._prepare()
+            for size in COMPILED_SIZES:
+                begun = time.monotonic()
+                codes, apart = self._tried(size)
+                if not apart <= tolerance(self._network):
+                    return log.warning("compiled steps would differ by %.1e of their size: they are not used", apart)
+                self._sizes = {**self._sizes, size: codes}
+                log.info("steps of %d are compiled, after %.0f s", size, time.monotonic() - begun)
+        except Exception:  # a door to foreign code: tracing and compiling fail in their own ways
+            log.warning("steps cannot be compiled any further, and run as they are", exc_info=True)
+
+    def _prepare(self) -> None:
+        """Make what compiled code calls back, and the copy of the network that runs it."""
+        import torch
+
+        now, self._library = self._now, torch.library.Library("server", "FRAGMENT")
+
+        def attend(query: Any, key: Any, value: Any, *others: Any) -> torch.Tensor:
+            count, missing = len(now.plan.places), query.shape[2] - len(now.plan.places)
+            held = now.pool.update(key[:, :, :count], value[:, :, :count], now.layer, kwargs={"plan": now.plan})
+            out = now.plan.attend(query[:, :, :count], *held, *others)
+            return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing)).contiguous()  # as the compiler expects
+
+        self._attend = self._op("attend(Tensor q, Tensor k, Tensor v, int? window, float scaling, Tensor? sinks)",
+                                attend, lambda q, k, v, *_: q.new_empty(1, q.shape[2], q.shape[1], v.shape[3]))
+        self._product = self._op("product(Tensor x, Tensor w, Tensor? bias, str post, Scalar?[] args, str? how)",
+                                 torch.ops.mkldnn._linear_pointwise,
+                                 lambda x, w, *_: x.new_empty(*x.shape[:-1], w.shape[0]))
+        self._twin, layers = self._copied()
+        for n, layer in enumerate(layers):
+            layer.forward = functools.partial(self._layer, n, [*_weights(layer).values()])
+
+    def _op(self, signature: str, real: Callable[..., Any], shape: Callable[..., Any]) -> Any:
+        import torch
+
+        name, arguments = signature.split("(", 1)
+        name += f"_{id(self)}"
+        self._library.define(f"{name}({arguments} -> Tensor")
+        self._library.impl(name, real, "CompositeExplicitAutograd")
+        self._library.impl(name, shape, "Meta")
+        return getattr(torch.ops.server, name).default
+
+    def _copied(self) -> tuple[Any, list[Any]]:
+        """A copy of the network over the same weights, and its layers."""
+        copied = copy.deepcopy(self._network, {id(weight): weight for weight in _weights(self._network).values()})
+        config = copied.config.get_text_config(decoder=True)
+        config._attn_implementation = "flat"
+        lists = [part for part in copied.get_decoder().children() if len(part._modules) == len(self._pool.layers)]
+        return copied, [*lists[0]]
+
+    def size_for(self, count: int) -> int | None:
+        return min((size for size in self._sizes if count <= size < 2 * count), default=None)
+
+    def run(self, size: int, ids: torch.Tensor, positions: torch.Tensor, codes: Any = None, **given: Any) -> Any:
+        from torch.nn.functional import pad
+
+        self._now.codes, self._now.plan, self._now.pool = codes or self._sizes[size], given["plan"], given["cache"]
+        ids, positions = (pad(x, (0, size - len(x)))[None] for x in (ids, positions))
+        return self._twin(input_ids=ids, position_ids=positions, **given)
+
+    def _layer(self, n: int, weights: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        self._now.layer = n
+        return self._now.codes[n](*weights, *_tensors((args, kwargs)))
+
+    def _tried(self, size: int) -> tuple[list[Callable[..., Any]], float]:
+        """The layers' codes for so many tokens, and how far a step with them is from one without."""
+        import torch
+
+        (network, layers), calls, row = self._copied(), list[Any](), Row(b"")
+        row.size, pool = ROW_TOKENS, Pool([(k[None], v[None]) for k, v in self._pool.layers], 1, 1)
+        places = torch.arange(48 + size, device=network.device)
+        ids = (places * 7919 + 11) % min(network.config.get_text_config().vocab_size, 30_000)
+
+        def given(first: int, end: int) -> dict[str, Any]:
+            row.length, plan = first, Plan([Stretch([row], end - first, 0)], places[first:end])
+            return {"plan": plan, "cache": pool, "use_cache": True, "return_dict": True}
+
+        with torch.no_grad():
+            network(input_ids=ids[None, :48], position_ids=places[None, :48], **given(0, 48))
+            hooks = [layer.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
+                     for layer in layers]
+            ids, at, step = ids[48:], places[48:], given(48, 48 + size)
+            want = network(input_ids=ids[None], position_ids=at[None], **step).logits[0].float()
+            for hook in hooks:
+                hook.remove()
+            for part in network.modules():
+                if hasattr(part, "product"):
+                    part.product = self._product
+            codes = [self._code(layer, *call) for layer, call in zip(layers, calls, strict=True)]
+            return codes, _apart(want, self.run(size, ids, at, codes, **step).logits[0].float())
+
+    def _code(self, layer: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
+        from torch.func import functional_call
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.utils._pytree import tree_flatten, tree_unflatten
+
+        weights, stand_in = _weights(layer), _Traced(self._attend)
+        leaves, spec = tree_flatten((args, kwargs))
+        leaves = [stand_in if isinstance(leaf, Pool | Plan) else leaf for leaf in leaves]
+        spots = [n for n, leaf in enumerate(leaves) if hasattr(leaf, "new_empty")]
+
+        def whole(*given: Any) -> Any:
+            held, shown = given[:len(weights)], [*leaves]
+            for spot, leaf in zip(spots, given[len(weights):], strict=True):
+                shown[spot] = leaf
+            call = tree_unflatten(shown, spec)
+            return functional_call(layer, dict(zip(weights, held, strict=True)), *call)
+
+        inputs = [*weights.values(), *(leaves[n] for n in spots)]
+        graph = make_fx(whole, tracing_mode="fake")(*inputs)
+        key = graph.code, *((x.shape, x.dtype) for x in inputs)
+        if key not in self._codes or "_tensor_constant" in graph.code:  # those are a layer's own
+            self._codes[key] = self._compile(graph, inputs)
+        return self._codes[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:  # stands for cache and plan while a layer is traced
+    attend: Callable[..., Any]
+
+    def update(self, key: Any, value: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+        return key, value
+
+
+def _weights(part: Any) -> dict[str, torch.Tensor]:
+    return {**dict(part.named_parameters()), **dict(part.named_buffers())}
+
+
+def _tensors(call: Any) -> list[torch.Tensor]:
+    from torch.utils._pytree import tree_leaves
+
+    return [leaf for leaf in tree_leaves(call) if hasattr(leaf, "new_empty")]
+
+
+def inductor(graph: Any, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    # Weights in oneDNN's blocks have no strides to assert; a pool of compiling processes would outlive its use.
+    return compile_fx(graph, inputs, config_patches={"compile_threads": 1, "size_asserts": False})
+
+
 class FlatRunner:
     """One forward of the network for everybody: all tokens of a step side by side, without padding, over the pool."""
 
     def __init__(self, network: Any, config: Any, pool: Pool, solo: SoloRunner) -> None:
         self._network, self._config, self._pool, self._solo = network, config, pool, solo
         self.open, self.reserve, self.close = pool.open, pool.reserve, pool.close
+        self.compiled: CompiledSteps | None = None  # of the steps that only decode
         self._moves_media: bool | None = None  # whether what it saw can be moved into rows; the first prompt tells
 
     @property
     def room(self) -> tuple[int, int]:
         return self._pool.room
+
+    def compile(self, by: Callable[..., Callable[..., Any]]) -> CompiledSteps:
+        self.compiled = CompiledSteps(self._network, self._pool, by)
+        return self.compiled
 
     def fork(self, row: Row) -> Row | None:
         if (copied := self._pool.fork(row)) and row.memory:
@@ -2502,13 +2680,16 @@ class FlatRunner:
         each = [(token, row.length + n, row.start, row.shift) for row in order for n, token in enumerate(fed[row])]
         ids, within, starts, shifts = torch.tensor(each, device=self._network.device).T
         wanted = torch.tensor(kept, dtype=torch.long, device=self._network.device)
-        own, self._config._attn_implementation = self._config._attn_implementation, "flat"
-        try:
-            out = self._network(input_ids=ids[None], position_ids=(within + shifts)[None], cache=self._pool,
-                                plan=Plan(stretches, starts + within), use_cache=True, return_dict=True,
-                                **({"logits_to_keep": wanted} if self._solo.options else {}))
-        finally:
-            self._config._attn_implementation = own
+        options = {"logits_to_keep": wanted} if self._solo.options else {}
+        given = {"cache": self._pool, "plan": Plan(stretches, starts + within), "use_cache": True, "return_dict": True}
+        if self.compiled and len(each) == len(order) and (size := self.compiled.size_for(len(each))):
+            out = self.compiled.run(size, ids, within + shifts, **given, **options)
+        else:
+            own, self._config._attn_implementation = self._config._attn_implementation, "flat"
+            try:
+                out = self._network(input_ids=ids[None], position_ids=(within + shifts)[None], **given, **options)
+            finally:
+                self._config._attn_implementation = own
         return (out.logits[0] if self._solo.options else out.logits[0, wanted]).float()
 
     def _look(self, item: Work) -> torch.Tensor:
@@ -2725,6 +2906,14 @@ class Model:
             self.runner = f"one forward per sequence: {why}"
             log.debug("no flat batch", exc_info=not isinstance(error, NotFlat))
         log.info("sequences are computed in %s", self.runner)
+
+    def compile(self, by: Callable[..., Callable[..., Any]] = inductor) -> threading.Thread | None:
+        """Compile the flat batch's steps on a thread of its own; until that is done they run as they are."""
+        if not isinstance(self._runner, FlatRunner):
+            return log.warning("nothing is compiled: %s", self.runner)
+        thread = threading.Thread(target=self._runner.compile(by).warm, name="compiler", daemon=True)
+        thread.start()
+        return thread
 
     def _compare(self, flat: FlatRunner) -> None:
         """Raise NotFlat unless sequences in pieces and in company have the logits that each has alone and whole."""

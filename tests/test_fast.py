@@ -1,7 +1,8 @@
-"""Weights of fewer bits: how close they come, that company changes nothing, and what cannot be had."""
+"""Weights of fewer bits, how close they come and what cannot be had; compiled steps, which change no answer."""
 from __future__ import annotations
 
 import importlib.util
+import threading
 from types import SimpleNamespace
 
 import psutil
@@ -94,3 +95,90 @@ def test_what_cannot_be_had_is_refused_in_one_sentence_that_says_what_to_do(chos
     with pytest.raises(main.ApiError, match=words) as refusal:
         main._quantization(settings, main.ModelSource(str(ROOT), gguf=gguf), torch.bfloat16)
     assert (refusal.value.status_code, refusal.value.code) == (503, "model_load_failed")
+
+
+# -- compiled steps ------------------------------------------------------------------------------------------------
+ASKED = [text(n, seed=n) for n in (5, 33, 17, 60, 2)]
+
+
+def as_it_is(graph, inputs):
+    """In place of the compiler: the traced graph, run node by node."""
+    return lambda *given: graph(*given)
+
+
+def compiled(family, by=as_it_is, sizes=(1, 4)):
+    chosen = tiny.model(family)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "COMPILED_SIZES", sizes)
+        chosen.compile(by).join()
+    return chosen
+
+
+def served(chosen):
+    """What it answers, and the sizes of the compiled steps that it takes for that."""
+    steps, seen = chosen._runner.compiled, []
+    run_step = steps.run
+    steps.run = lambda size, *args, **options: seen.append(size) or run_step(size, *args, **options)
+    return answers(chosen), {*seen}
+
+
+def answers(chosen):
+    return [tokens_of(events) for events in run(chosen, ASKED, [24, 20, 16, 12, 8], ignore_eos=True)]
+
+
+HALF_ONLY = {"gpt_oss", "qwen3_moe"}  # the product of their experts is traced in half precision only
+
+
+@pytest.mark.parametrize("family", [family for family in tiny.FLAT if family not in HALF_ONLY])
+def test_compiled_steps_give_the_same_answers_however_many_run(family):
+    said, sizes = served(compiled(family))
+    assert said == answers(tiny.model(family))
+    assert sizes == {1, 4}
+
+
+def test_the_compilers_own_code_gives_the_same_answers():
+    said, sizes = served(compiled("llama", main.inductor, (4,)))
+    assert said == answers(tiny.model("llama"))
+    assert sizes == {4}
+
+
+def test_layers_that_are_alike_share_their_code():
+    assert len(compiled("mistral", sizes=(4,))._runner.compiled._codes) == 1
+    assert len(compiled("gemma3_text", sizes=(4,))._runner.compiled._codes) == 2
+
+
+def test_answers_go_on_while_steps_are_being_compiled():
+    chosen, gate = tiny.model("llama"), threading.Event()
+
+    def slow(graph, inputs):
+        assert gate.wait(60)
+        return as_it_is(graph, inputs)
+
+    thread = chosen.compile(slow)
+    said, sizes = served(chosen)
+    assert said == answers(tiny.model("llama")) and not sizes
+    gate.set()
+    thread.join()
+    assert served(chosen)[1]
+
+
+def refused(graph, inputs):
+    raise RuntimeError("cannot be compiled")
+
+
+@pytest.mark.parametrize("by", [refused, lambda graph, inputs: lambda *given: graph(*given) + 1])
+def test_steps_that_cannot_be_compiled_or_come_out_wrong_run_as_they_are(by):
+    said, sizes = served(compiled("llama", by))
+    assert said == answers(tiny.model("llama")) and not sizes
+
+
+@pytest.mark.parametrize("to_int8", [True, False])
+def test_packed_weights_are_compiled_too(to_int8):
+    chosen = main.Model("llama", tiny.tokenizer(), packed("llama", to_int8))
+    chosen.compile(as_it_is).join()
+    assert {8, 1} <= {*chosen._runner.compiled._sizes}
+    assert answers(chosen) == answers(main.Model("llama", tiny.tokenizer(), packed("llama", to_int8)))
+
+
+def test_a_network_that_is_no_flat_batch_is_not_compiled():
+    assert tiny.model("gemma2").compile(as_it_is) is None

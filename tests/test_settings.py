@@ -35,7 +35,8 @@ CHOICES = {
     "log_level": ["DEBUG", "INFO", "WARNING", "ERROR"], "torch_dtype": ["auto", "float32", "bfloat16", "float16"],
     "quantization": ["none", "int8", "int4", "bnb-4bit", "bnb-8bit"], "sse_ids": ["always", "session"],
 }
-SWITCHES = ["trust_remote_code", "eager_load_model", "strict_model", "media_urls", "persist_sessions"]
+SWITCHES = ["trust_remote_code", "eager_load_model", "strict_model", "media_urls", "persist_sessions",
+            "compile"]
 TEXTS = ["host", "model_repo_id", "models_dir", "hf_token", "device_map", "media_allow_hosts", "media_root",
          "sessions_db_path"]
 
