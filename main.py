@@ -1834,10 +1834,8 @@ def _load_parts(source: ModelSource, settings: Settings, report: Report, **optio
     options |= _quantization(settings, source, dtype)
     if source.gguf:
         options["quantization_config"] = GgufConfig(dequantize=True)
-    network = kind.from_pretrained(source.repo, dtype=dtype, device_map=settings.device_map, **options).eval()
-    if settings.quantization == "int8" and _on_cpu(settings):
-        pack_linears(network, to_int8=True)
-    return processor, network
+    network = kind.from_pretrained(source.repo, dtype=dtype, device_map=settings.device_map, **options)
+    return processor, network.eval()
 
 
 def load_model(settings: Settings, report: Report) -> Model:
@@ -1854,6 +1852,9 @@ def load_model(settings: Settings, report: Report) -> Model:
     finally:
         transformers_logging.set_tqdm_hook(previous)
     report(Progress("check"))
+    to_int8 = settings.quantization == "int8"
+    if _on_cpu(settings) and (to_int8 or str(network.dtype) == "torch.bfloat16"):
+        pack_linears(getattr(network, "thinker", network), to_int8)
     model = Model(settings.served_id, processor, network, settings.max_context_tokens, settings.kv_cache_gib,
                   settings.kv_cache_fraction)
     if settings.compile:

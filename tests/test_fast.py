@@ -77,12 +77,18 @@ def test_the_embedding_that_a_head_is_tied_to_stays_as_it_is():
     assert type(network.lm_head).__name__ == "Packed"
 
 
-def test_a_checkpoint_is_loaded_as_int8_where_the_operator_asks_for_it(tmp_path):
+@pytest.mark.parametrize(("options", "int8", "blocks"), [
+    ({"quantization": "int8"}, torch.int8, torch.float32), ({}, None, None),
+    ({"quantization": "int8", "torch_dtype": "bfloat16"}, torch.int8, torch.bfloat16),
+    ({"torch_dtype": "bfloat16"}, None, torch.bfloat16)])
+def test_weights_are_loaded_as_int8_where_the_operator_asks_for_it_and_bf16_in_blocks(tmp_path, options, int8, blocks):
     tiny.network("llama").save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
-    chosen = main.Settings(model_repo_id=str(tmp_path), device_map="cpu", quantization="int8")
+    chosen = main.Settings(model_repo_id=str(tmp_path), device_map="cpu", **options)
     loaded = main.load_model(chosen, lambda _: None)
-    assert loaded.runner == "flat batch" and loaded._network.lm_head.int8.dtype == torch.int8
+    head = loaded._network.lm_head
+    found = [getattr(getattr(head, name, None), "dtype", None) for name in ("int8", "blocks")]
+    assert loaded.runner == "flat batch" and found == [int8, blocks]
 
 
 # -- what others quantise ------------------------------------------------------------------------------------------
@@ -178,6 +184,15 @@ def test_packed_weights_are_compiled_too(to_int8):
     chosen.compile(as_it_is).join()
     assert {8, 1} <= {*chosen._runner.compiled._sizes}
     assert answers(chosen) == answers(main.Model("llama", tiny.tokenizer(), packed("llama", to_int8)))
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_what_is_compiled_at_load_is_for_the_operator_to_say(tmp_path, monkeypatch, wanted):
+    monkeypatch.setattr(main, "COMPILED_SIZES", ())
+    tiny.network("llama").save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    chosen = main.Settings(model_repo_id=str(tmp_path), device_map="cpu", compile=wanted)
+    assert (main.load_model(chosen, lambda _: None)._runner.compiled is not None) is wanted
 
 
 def test_a_network_that_is_no_flat_batch_is_not_compiled():
