@@ -2683,15 +2683,21 @@ class FlatRunner:
         wanted = torch.tensor(kept, dtype=torch.long, device=self._network.device)
         options = {"logits_to_keep": wanted} if self._solo.options else {}
         given = {"cache": self._pool, "plan": Plan(stretches, starts + within), "use_cache": True, "return_dict": True}
-        if self.compiled and len(each) == len(order) and (size := self.compiled.size_for(len(each))):
-            out = self.compiled.run(size, ids, within + shifts, **given, **options)
-        else:
-            own, self._config._attn_implementation = self._config._attn_implementation, "flat"
-            try:
-                out = self._network(input_ids=ids[None], position_ids=(within + shifts)[None], **given, **options)
-            finally:
-                self._config._attn_implementation = own
+        out = self._computed(ids, within + shifts, given | options, len(each) == len(order))
         return (out.logits[0] if self._solo.options else out.logits[0, wanted]).float()
+
+    def _computed(self, ids: torch.Tensor, positions: torch.Tensor, given: dict[str, Any], decodes: bool) -> Any:
+        if decodes and self.compiled and (size := self.compiled.size_for(len(ids))):
+            try:
+                return self.compiled.run(size, ids, positions, **given)
+            except Exception:  # a door to foreign code; what it wrote into the pool is written again
+                log.exception("a compiled step failed: from now on steps run as they are")
+                self.compiled = None
+        own, self._config._attn_implementation = self._config._attn_implementation, "flat"
+        try:
+            return self._network(input_ids=ids[None], position_ids=positions[None], **given)
+        finally:
+            self._config._attn_implementation = own
 
     def _look(self, item: Work) -> torch.Tensor:
         """A prompt with media goes through the network as it is, for its own masks and positions, and then its keys and

@@ -178,6 +178,22 @@ def test_steps_that_cannot_be_compiled_or_come_out_wrong_run_as_they_are(by):
     assert said == answers(tiny.model("llama")) and not sizes
 
 
+def test_compiled_code_that_fails_later_on_costs_no_answer():
+    left = iter(range(20))
+    chosen = compiled("llama", lambda graph, inputs: lambda *given: (next(left), graph(*given))[1])
+    assert chosen._runner.compiled._sizes
+    assert answers(chosen) == answers(tiny.model("llama")) and chosen._runner.compiled is None
+
+
+@pytest.mark.parametrize("family", sorted(HALF_ONLY))
+def test_experts_are_compiled_in_half_precision(family):
+    chosen = main.Model(family, tiny.tokenizer(), tiny.network(family).to(torch.bfloat16))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "COMPILED_SIZES", (4,))
+        chosen.compile(as_it_is).join()
+    assert {*chosen._runner.compiled._sizes} == {4}
+
+
 @pytest.mark.parametrize("to_int8", [True, False])
 def test_packed_weights_are_compiled_too(to_int8):
     chosen = main.Model("llama", tiny.tokenizer(), packed("llama", to_int8))
