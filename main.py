@@ -1933,16 +1933,14 @@ def _quantization(settings: Settings, source: ModelSource, dtype: torch.dtype) -
 FEW_ROWS, FEW_ROWS_ALONE = 4, 16
 
 
-def pack_linears(network: Any, to_int8: bool) -> None:
-    """Let a processor read the decoder's weights faster: in oneDNN's blocks and, for few rows, as int8. Both stand for
-    the same numbers, so that company changes no answer; where memory is short, there is the int8 alone."""
-    import psutil
+def _packed_linear() -> type:
+    """A linear layer that reads its weights as int8 for few rows and in oneDNN's blocks for more."""
     import torch
 
     class Packed(torch.nn.Module):
-        product = torch.ops.mkldnn._linear_pointwise.default
+        product = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
-        def __init__(self, linear: Any, in_blocks: bool) -> None:
+        def __init__(self, linear: Any, to_int8: bool, in_blocks: bool) -> None:
             super().__init__()
             weight, self.bias, self.few = linear.weight.detach(), linear.bias, -1
             if to_int8:
@@ -1969,15 +1967,25 @@ def pack_linears(network: Any, to_int8: bool) -> None:
                 out = out.view(*x.shape[:-1], len(self.int8))
             return out if self.bias is None else out + self.bias
 
-    head = network.get_output_embeddings()
-    parts = {*network.get_decoder().modules(), head}
-    linears = {name: part for name, part in network.named_modules() if part in parts and type(part) is torch.nn.Linear}
-    size = sum(part.weight.nbytes for part in linears.values())
-    able = {torch.float32: torch.backends.mkldnn.is_available(),
-            torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported()}
-    in_blocks = able.get(network.dtype, False) and (not to_int8 or psutil.virtual_memory().available > size)
-    for name in [*linears] if to_int8 or in_blocks else ():
-        network.set_submodule(name, Packed(linears.pop(name), in_blocks))  # one at a time: the old weights are let go
+    return Packed
+
+
+def pack_linears(network: Any, to_int8: bool) -> None:
+    """Let a processor read the decoder's weights faster: in oneDNN's blocks and, for few rows, as int8. Both stand for
+    the same numbers, so that company changes no answer; where memory is short, there is the int8 alone."""
+    import psutil
+    import torch
+
+    packed = _packed_linear()
+    chosen = {id(part) for part in (*network.get_decoder().modules(), network.get_output_embeddings())}
+    sizes = {name: part.weight.nbytes for name, part in network.named_modules()
+             if id(part) in chosen and type(part) is torch.nn.Linear}
+    size, able = sum(sizes.values()), torch.backends.mkldnn.is_available() and (
+        network.dtype == torch.float32
+        or (network.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+    in_blocks = able and (not to_int8 or psutil.virtual_memory().available > size)
+    for name in sizes if to_int8 or in_blocks else ():  # one at a time: nothing else here holds the old weights
+        network.set_submodule(name, packed(network.get_submodule(name), to_int8, in_blocks))
     kinds = (("int8", to_int8), (f"{network.dtype} in blocks".removeprefix("torch."), in_blocks))
     log.info("weights are kept as %s", " and ".join(kind for kind, is_so in kinds if is_so) or "they are")
 
@@ -2511,7 +2519,7 @@ class CompiledSteps:
         self._attend = self._op("attend(Tensor q, Tensor k, Tensor v, int? window, float scaling, Tensor? sinks)",
                                 attend, lambda q, k, v, *_: q.new_empty(1, q.shape[2], q.shape[1], v.shape[3]))
         self._product = self._op("product(Tensor x, Tensor w, Tensor? bias, str post, Scalar?[] args, str? how)",
-                                 torch.ops.mkldnn._linear_pointwise,
+                                 getattr(torch.ops.mkldnn, "_linear_pointwise", None) or torch.nn.functional.linear,
                                  lambda x, w, *_: x.new_empty(*x.shape[:-1], w.shape[0]))
         self._twin, layers = self._copied()
         for n, layer in enumerate(layers):
