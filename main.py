@@ -67,7 +67,17 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from PIL import Image, ImageOps
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, SecretStr, Tag, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    SecretStr,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic_core import from_json
 from sse_starlette import EventSourceResponse
 from sse_starlette.sse import SendTimeoutError
@@ -156,6 +166,8 @@ class Settings(BaseModel, frozen=True):
 
     persist_sessions: bool = Field(True, description="Keep frames in SQLite, so that they outlive the process.")
     sessions_db_path: Path = Field(Path("data/sessions.db"), description="The SQLite file.")
+    resume_after_restart_seconds: float = Field(
+        600, ge=0, description="A restarted server goes on with answers begun so recently. 0: it ends them instead.")
     sessions_ttl_seconds: float = Field(3600, gt=0, description="How long a session can be read after its end.")
     responses_ttl_seconds: float = Field(
         30 * 86400, gt=0, description="How long a stored answer (`store: true`) can be fetched. On disk only.")
@@ -790,6 +802,7 @@ class Accepted:  # the prompt fits
     prompt_tokens: int
     sampling: Sampling
     dropped: int = 0  # messages that had to go
+    key: str = ""  # the hash of the model and the prompt: with these alone may another process go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -2782,6 +2795,7 @@ class Model:
                                  min_p=own.min_p or 0.0, repetition_penalty=own.repetition_penalty or 1.0)
         self.prefills_in_pieces, self.runs_alone = self._try_out()
         self._choose_runner(cache_gib, cache_fraction)
+        self.fingerprint = self._fingerprint()
         # Larger steps compute prompts faster, and keep everybody else waiting longer.
         self.batch_tokens = 128 if network.device.type == "cpu" else 2048
 
@@ -2791,6 +2805,15 @@ class Model:
         encoder = type(self._decoder).from_str(self._decoder.to_str())
         encoder.encode_special_tokens = True
         return encoder
+
+    def _fingerprint(self) -> bytes:
+        """A hash that tells other models from this one: of its name, configuration, and a little of every weight."""
+        made = hashlib.blake2b(f"{self.name}{self._network.config.to_json_string()}".encode(), digest_size=16)
+        for name, weight in self._network.named_parameters():
+            made.update(f"{name}{tuple(weight.shape)}".encode())
+            with contextlib.suppress(Exception):  # a door to foreign code: not every kind of weight shows its numbers
+                made.update(weight.detach().flatten()[:: weight.numel() // 8 + 1].float().cpu().numpy().tobytes())
+        return made.digest()
 
     def _learn_senses(self, processor: Any, takes: set[str]) -> None:
         """What this model perceives beside text, how its template is told of it, and whether that takes plain text."""
@@ -3597,8 +3620,10 @@ def _filter_rows(probabilities: torch.Tensor, draws: Sequence[Draw]) -> torch.Te
 class Job:
     """One generation. The engine thread owns it; others may only set `cancelled`."""
 
-    def __init__(self, prompt: Prompt, sampling: Sampling, emit: Callable[[Event], None], owner: str = "") -> None:
+    def __init__(self, prompt: Prompt, sampling: Sampling, emit: Callable[[Event], None], owner: str = "",
+                 past: Sequence[Produced] = ()) -> None:
         self.prompt, self.sampling, self.emit, self.owner = prompt, sampling, emit, owner
+        self.past = past  # what another process has made of it
         self.prompt_ids = frozenset(prompt.tokens)
         self.choices = [Choice(self, 0)]  # that have not ended: one in prefill, all of them from the first token on
         self.started = self.forked = self.cancelled = False
@@ -3679,6 +3704,8 @@ class Engine:
         with contextlib.suppress(queue.Empty):
             while job := self._inbox.get(block=not self._running and not self._waiting):
                 self._waiting += job.choices
+                if job.past:
+                    self._replay(job)
             return False
         for choice in [choice for choice in self._running if choice.job.cancelled]:
             self._release(choice)
@@ -3686,6 +3713,22 @@ class Engine:
         while self._waiting and self._has_place(self._waiting[0].job) and self._begin(self._waiting[0]):
             pass
         return True
+
+    def _replay(self, job: Job) -> None:
+        """Bring a job to where another process left it: readers and grammars follow its tokens, its events are told."""
+        refusal, rest = None, [Choice(job, n) for n in range(1, job.sampling.choices)]
+        job.forked, job.choices = True, job.choices + rest
+        self._waiting += rest
+        try:
+            choices = [choice.begin(self._model) for choice in job.choices]
+            for event in job.past:
+                if choices[event.choice] in job.choices:
+                    self._advance(choices[event.choice], event.token, event.logprob)
+        except Exception as error:
+            log.exception("a job could not be taken up")
+            refusal = self._model.failure(error)
+        if refusal:
+            self._fail(job, refusal)
 
     def _has_place(self, job: Job) -> bool:
         taken = sum(other.sampling.choices for other in {choice.job for choice in self._running} - {job})
@@ -3971,8 +4014,9 @@ class SessionStore:
         self._by_name: dict[tuple[str, str], Session] = {}
         self._forgotten = deque[str](maxlen=LISTED_SESSIONS)  # rows of these may still be on their way from disk
 
-    async def begin(self, session: Session) -> None:
-        """Make `session` known, on disk too. Raises ApiError 409 `session_exists` where its label is taken."""
+    async def begin(self, session: Session, request: str | None = None) -> None:
+        """Make `session` known, on disk too, with what its answer is made of. Raises ApiError 409 `session_exists`
+        where its label is taken."""
         if session.label and (taken := await self.find(session.label, session.owner)):
             raise ApiError(
                 409, f"The session `{session.label}` exists already ({taken.status}, {taken.count} frames). To read it "
@@ -3982,8 +4026,25 @@ class SessionStore:
         written = asyncio.Event()
         row = (session.id, session.label, session.owner, session.kind, session.created, session.status)
         rows = [("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, NULL, ?)", row), *self._object_rows(session)]
+        if request:
+            rows.append(("INSERT INTO requests (session, request) VALUES (?, ?)", (session.id, request)))
         self._write(session, rows, written.set)
         await written.wait()
+
+    def update(self, session: Session, column: Literal["request", "tries"], value: Any) -> asyncio.Event:
+        """Change what is kept of an unfinished session's request; the event tells when it is on disk."""
+        written = asyncio.Event()
+        change = f"UPDATE requests SET {column} = ? WHERE session = ?", (value, session.id)
+        self._write(session, [change], written.set)
+        return written
+
+    async def unfinished(self, session: Session) -> tuple[str, int, list[str]] | None:
+        """The request of an interrupted session, how often it was tried in vain to go on, and what is behind frames."""
+        query = "SELECT request, tries FROM requests WHERE session = ?"
+        if not (rows := await self._log.rows(query, (session.id,))):
+            return None
+        query = "SELECT events FROM frames WHERE session = ? AND events != '' ORDER BY idx"
+        return *rows[0], [behind for behind, in await self._log.rows(query, (session.id,))]
 
     @staticmethod
     def _object_rows(session: Session) -> list[Statement]:
@@ -4047,15 +4108,17 @@ class SessionStore:
         ttl = self._settings.sessions_ttl_seconds if session.stored else UNSTORED_TTL_SECONDS
         return session.ended is not None and time.time() - session.ended > min(ttl, self._settings.sessions_ttl_seconds)
 
-    def append(self, session: Session, frames: Sequence[tuple[str | None, str]], tokens: Sequence[int] = (),
+    def append(self, session: Session, frames: Sequence[tuple[str | None, str]], behind: str = "",
                status: str | None = None) -> None:
-        """Number new frames, of `tokens`, and show them once all is on disk. A `status` ends the session with them."""
-        made, rows, now, behind = [], [], time.time(), struct.pack(f"<{len(tokens)}I", *tokens)
+        """Number new frames and show them once all is on disk, with what is `behind` them. A `status` ends the session
+        with them."""
+        made, rows, now = [], [], time.time()
         for event, data in frames:
             made.append(make_frame(session.name, session.made, event, data))
             rows.append(("INSERT INTO frames VALUES (?, ?, ?, ?, ?)", (session.id, session.made, event, data, behind)))
-            session.made, behind = session.made + 1, b""
+            session.made, behind = session.made + 1, ""
         if status:
+            rows.append(("DELETE FROM requests WHERE session = ?", (session.id,)))
             rows.append(("UPDATE sessions SET status = ?, ended = ? WHERE id = ?", (status, now, session.id)))
             rows += self._object_rows(session)
 
@@ -4164,14 +4227,16 @@ SCHEMA = (  # step by step: a file of any age takes those it has not taken yet
     """CREATE TABLE objects (id TEXT PRIMARY KEY, owner TEXT NOT NULL, created REAL NOT NULL,
         asked TEXT NOT NULL, result TEXT NOT NULL) WITHOUT ROWID;""",
     """ALTER TABLE objects ADD COLUMN size INTEGER NOT NULL DEFAULT 0;
-    CREATE INDEX objects_by_age ON objects (created DESC, id, size);""")
+    CREATE INDEX objects_by_age ON objects (created DESC, id, size);""",
+    """ALTER TABLE frames RENAME COLUMN tokens TO events;
+    CREATE TABLE requests (session TEXT PRIMARY KEY, request TEXT NOT NULL, tries INTEGER NOT NULL DEFAULT 0);""")
 Statement = tuple[str, tuple[Any, ...]]
 Write = tuple[str, Sequence[Statement], Callable[[], None] | None]  # whose it is, what to do, whom to tell
 
 
 def _deletion(id: str) -> list[Statement]:
     """What removes all of a session from disk."""
-    places = ("frames WHERE session", "sessions WHERE id", "objects WHERE id")
+    places = ("frames WHERE session", "sessions WHERE id", "objects WHERE id", "requests WHERE session")
     return [(f"DELETE FROM {place} = ?", (id,)) for place in places]
 
 
@@ -4503,16 +4568,51 @@ class Said:  # by one choice so far
             yield delta, shown
 
 
+SPELLED = {kind.__name__: kind for kind in (Queued, Started, Finished, TextDelta, ReasoningDelta, ToolCallDelta)}
+ACCEPTED = TypeAdapter(Accepted)
+
+
+def event_row(event: Event) -> list[Any]:
+    """An event as JSON, as it is kept behind its frames."""
+    def spelled(value: Any) -> list[Any]:
+        return [type(value).__name__, *(getattr(value, name) for name in value.__slots__)]
+
+    def logprob_row(item: TokenLogprob) -> list[Any]:
+        return [item.text, item.bytes.hex(), item.logprob, [logprob_row(other) for other in item.top]]
+
+    match event:
+        case Produced(token, deltas, n, logprob, part):
+            return [token, n, part.__name__, [spelled(delta) for delta in deltas], logprob and logprob_row(logprob)]
+        case Accepted():
+            return ["Accepted", ACCEPTED.dump_python(event, mode="json")]
+    return spelled(event)
+
+
+def event_of(row: Sequence[Any]) -> Event:
+    """The event that `event_row` made a row of."""
+    def logprob_of(text: str, data: str, value: float, top: Sequence[Any]) -> TokenLogprob:
+        return TokenLogprob(text, bytes.fromhex(data), value, tuple(logprob_of(*other) for other in top))
+
+    match row:
+        case [int(token), n, part, deltas, logprob]:
+            return Produced(token, tuple(SPELLED[kind](*fields) for kind, *fields in deltas), n,
+                            logprob and logprob_of(*logprob), SPELLED[part])
+        case ["Accepted", fields]:
+            return ACCEPTED.validate_python(fields)
+    return SPELLED[row[0]](*row[1:])
+
+
 class Reply:
     """Folds events into frames and an object. How they look is a protocol's: `tell` says what follows from an event,
-    `result` is the object as it stands."""
+    `result` is the object as it stands. The same events make the same reply again, in whatever process."""
 
     prefix: str  # of its ids
 
-    def __init__(self, id: str, model: str, choices: int = 1) -> None:
-        self.id, self.model, self.created = id, model, int(time.time())
-        self.choices = [Said() for _ in range(choices)]
-        self.accepted = Accepted(0, Sampling())  # the real one follows
+    def __init__(self, id: str, model: str, terms: Item, sampling: Sampling, created: float = 0) -> None:
+        self.id, self.model, self.created = id, model, int(created or time.time())
+        self.terms = terms  # what else it says of its request, or is told by it, as JSON
+        self.choices = [Said() for _ in range(sampling.choices)]
+        self.accepted = Accepted(0, sampling)  # the real one follows
         self.completion_tokens = self.reasoning_tokens = self.cached_tokens = 0
         self.made = 0  # frames
 
@@ -4606,16 +4706,16 @@ def chat_sampling(body: ChatRequest, settings: Settings) -> Sampling:
         max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens)
 
 
+def chat_terms(body: ChatRequest) -> Item:
+    """What its reply depends on."""
+    return {"usage": bool(body.stream_options and body.stream_options.include_usage), "logprobs": bool(body.logprobs),
+            "tier": {"service_tier": "default"} if body.service_tier else {}}
+
+
 class ChatReply(Reply):
     """Chat Completions: a role chunk, a chunk per token that shows text, a finish chunk, usage if asked, `[DONE]`."""
 
     kind, prefix = "chat", "chatcmpl-"
-
-    def __init__(self, id: str, model: str, body: ChatRequest) -> None:
-        super().__init__(id, model, body.n or 1)
-        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._logprobs = bool(body.logprobs)
-        self._tier = {"service_tier": "default"} if body.service_tier else {}
 
     def tell(self, event: Event) -> Iterator[Item]:
         match event:
@@ -4631,7 +4731,7 @@ class ChatReply(Reply):
                 cancelled = [n for n, said in enumerate(self.choices) if said.reason == "cancelled"]
                 for ended in cancelled if reason == "cancelled" else [n]:
                     yield self._chunk(ended, {}, self.choices[ended].reason)
-                if self.is_done and self._include_usage:
+                if self.is_done and self.terms["usage"]:
                     yield self._object("chat.completion.chunk", [], usage=self._usage())
             case Failed(error):
                 yield error.body
@@ -4655,18 +4755,18 @@ class ChatReply(Reply):
                                          for at, call in enumerate(calls)]
             logprobs = {"content": [entry for part in said.parts for entry in part.logprobs], "refusal": None}
             choices.append({"index": n, "message": message, "finish_reason": said.reason,
-                            "logprobs": logprobs if self._logprobs else None})
+                            "logprobs": logprobs if self.terms["logprobs"] else None})
         return self._object("chat.completion", choices, usage=self._usage())
 
     def _chunk(self, n: int, delta: Item, reason: str | None = None, logprobs: Sequence[Item] = ()) -> Item:
         shown = {"content": logprobs, "refusal": None} if logprobs else None
         choice = {"index": n, "delta": delta, "logprobs": shown, "finish_reason": reason}
-        usage = {"usage": None} if self._include_usage else {}
+        usage = {"usage": None} if self.terms["usage"] else {}
         return self._object("chat.completion.chunk", [choice], **usage)
 
     def _object(self, kind: str, choices: list[Item], **usage: Any) -> Item:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices,
-                **self._tier, **usage}
+                **self.terms["tier"], **usage}
 
     def _usage(self) -> Item:
         asked, made = self.accepted.prompt_tokens, self.completion_tokens
@@ -4834,10 +4934,9 @@ class ResponseReply(Reply):
         TextDelta: ("message", "output_text"), ReasoningDelta: ("reasoning", "reasoning_text"),
         ToolCallDelta: ("function_call", "function_call_arguments")}
 
-    def __init__(self, id: str, model: str, body: ResponsesRequest, sampling: Sampling) -> None:
-        super().__init__(id, model)
-        self.status, self._error, self._ended, self.accepted = "queued", None, None, Accepted(0, sampling)
-        self._asked, self._parts = response_echo(body), self.choices[0].parts
+    def __init__(self, *what: Any) -> None:
+        super().__init__(*what)
+        self.status, self._error, self._ended, self._parts = "queued", None, None, self.choices[0].parts
         self._opened = 0  # items that have begun; all but the last one have ended, too
         self._place: Item = {}  # of what that one consists of, as its events say it
 
@@ -4888,11 +4987,11 @@ class ResponseReply(Reply):
         # What the model's own are is known when it has loaded; until then it is what OpenAI's are.
         used = {name: 1.0 if (value := getattr(self.accepted.sampling, name)) is None else value
                 for name in ("temperature", "top_p")}
-        dropped = {"dropped_messages": self.accepted.dropped} if self._asked["truncation"] == "auto" else {}
+        dropped = {"dropped_messages": self.accepted.dropped} if self.terms["truncation"] == "auto" else {}
         reason = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
         return {"id": self.id, "object": "response", "created_at": self.created, "completed_at": self._ended,
                 "status": self.status, "error": self._error, "incomplete_details": reason, "model": self.model,
-                "output": output, "usage": usage if self.is_done else None} | self._asked | used | dropped
+                "output": output, "usage": usage if self.is_done else None} | self.terms | used | dropped
 
     def _whole(self, kind: str) -> Item:
         return {"type": f"response.{kind}", "response": self.result()}
@@ -4932,6 +5031,9 @@ class ResponseReply(Reply):
         yield {"type": "response.output_item.done", "output_index": n, "item": item}
 
 
+REPLIES: dict[str, type[Reply]] = {reply.kind: reply for reply in (ChatReply, ResponseReply)}
+
+
 def broken_off(kind: str, error: ApiError, index: int, result: Item | None) -> tuple[list[FrameText], Item | None]:
     """How a stream ends, at the frame `index`, whose reply nobody has any more, and what becomes of its object."""
     if kind == ChatReply.kind or result is None:
@@ -4952,6 +5054,9 @@ Load = Callable[[Settings, Report], Model]
 EXIT_DEVICE_LOST, LAST_WORDS_SECONDS = 75, 2.0  # EX_TEMPFAIL; for readers and the disk
 MAX_FETCHING = 16  # requests at once
 TURN_SECONDS = 0.002  # of the loop's time in one go for what the engine tells
+MAX_KEPT_BYTES = 32 * 2**20  # of one request with its media; a larger one does not outlive the process
+MAX_TRIES, TRIAL_SECONDS = 2, 60  # to go on; how long one that the server may have died of goes first
+RETURN_SECONDS = 60  # after a restart, that clients have to come back before others get their places
 MAX_CONVERSATION_CHARACTERS = 192 * 2**20  # that a request may have put in front of it, or refer to
 
 
@@ -5015,6 +5120,33 @@ class Body:
             self._server.held_bytes -= self._counted
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:  # on disk while an answer is made: what another process needs to go on with it
+    model: str  # by its served id
+    created: int
+    terms: Item  # of its reply
+    chat: Chat
+    sampling: Sampling
+    background: bool = False
+    asked: Item | None = None  # of a session, where no object on disk has it yet
+
+    def packed(self) -> str | None:
+        """As JSON; None where that would be more than is kept."""
+        media = (source.url for message in self.chat.messages for source in message.media)
+        data = b"" if sum(map(len, media)) > MAX_KEPT_BYTES else KEPT.dump_json(self)
+        return data.decode() if 0 < len(data) <= MAX_KEPT_BYTES else None
+
+    def with_data(self, data: Sequence[bytes]) -> Kept:
+        """With its media as they were fetched: what a URL shows may change."""
+        urls = ("data:;base64," + binascii.b2a_base64(content, newline=False).decode() for content in data)
+        messages = tuple(dataclasses.replace(message, media=tuple(
+            dataclasses.replace(source, url=next(urls)) for source in message.media)) for message in self.chat.messages)
+        return dataclasses.replace(self, chat=dataclasses.replace(self.chat, messages=messages))
+
+
+KEPT = TypeAdapter(Kept)
+
+
 @dataclass(eq=False)
 class Generation:
     """One answer on its way: its session, its protocol's fold, and how to stop what works for it."""
@@ -5023,7 +5155,10 @@ class Generation:
     reply: Reply
     background: bool = False  # it never stops for want of a reader
     announced: bool = False  # the client has been told of it: a refusal can only be a frame
-    tokens: list[int] = field(default_factory=list)  # those behind the next frame
+    kept: bool = False  # another process could go on with it
+    resumed: bool = False  # another process began it
+    tries: int = 0  # in a row, to go on with it, that made nothing
+    events: list[list[Any]] = field(default_factory=list)  # those behind the next frame, if it is kept
     first_at: float = 0.0  # when its first token came
     stop_work: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     grace: asyncio.TimerHandle | None = None  # runs since the last reader left, while nobody reads
@@ -5057,6 +5192,7 @@ class Metrics:
                 ("running", "Generations under way.", lambda: server.running),
                 ("queued", "Generations that wait.", lambda: server.queued),
                 ("sessions", "Sessions in memory.", lambda: len(server.store)),
+                ("continuing", "Generations that an earlier process began.", lambda: server.continuing),
                 ("readers", "Readers of streams.", lambda: server.readers),
                 ("cache_tokens", "Tokens that the cache holds for what runs.", lambda: server.cache_room[0]),
                 ("cache_room_tokens", "Tokens that it has room for.", lambda: server.cache_room[1]),
@@ -5085,28 +5221,56 @@ class Server:
         self._pool, self._media_pool = ThreadPoolExecutor(2, "tokenize"), ThreadPoolExecutor(2, "media")
         self._counting, self._recalling = asyncio.Semaphore(), asyncio.Semaphore()
         self._reading, self._looking = asyncio.Semaphore(2), asyncio.Semaphore(2)
-        self._fetching = asyncio.Semaphore(MAX_FETCHING)
+        self._fetching, self._trying = asyncio.Semaphore(MAX_FETCHING), asyncio.Semaphore()
         self.held_bytes = 0  # by requests under way, as far as they are large
         self.metrics, self.readers = Metrics(self), 0
 
     # -- life --------------------------------------------------------------------------------------------------
     async def start(self) -> None:
-        """Open the store, end honestly what a killed server left behind, and begin to load if told to."""
+        """Open the store, go on with what a killed server left behind or end it, and begin to load if told to."""
         self._loop = asyncio.get_running_loop()
         if self.log:
             self.log.start()
         for session in await self.store.interrupted():
-            error = ApiError(503, "The server was restarted while it made this answer.", "server_restarted")
             with contextlib.suppress(ApiError):  # a file that cannot be read
                 session.asked, session.result = await self.store.kept(session.id, session.owner) or (None, None)
-            frames, session.result = broken_off(session.kind, error, session.made, session.result)
-            self.store.append(session, frames, status="failed")
-            log.info("session %s was interrupted by a restart after %d frames", session.id, session.first)
+            try:
+                await self._resume(session)
+            except (ApiError, LookupError, *NO_CALL) as error:
+                if not isinstance(error, ApiError):
+                    log.warning("session %s cannot be taken up: %s", session.id, type(error).__name__)
+                    error = _restarted()
+                frames, session.result = broken_off(session.kind, error, session.made, session.result)
+                self.store.append(session, frames, status="failed")
+                log.info("session %s was interrupted by a restart after %d frames", session.id, session.first)
         self._sweep()
-        if self.settings.eager_load_model:
+        if self.settings.eager_load_model and not self._loading:
             self._begin_load()
         log.info("started: model %s (%s), sessions in %s", self.settings.served_id, self.model_status,
                  self.settings.sessions_db_path if self.log else "memory only")
+
+    async def _resume(self, session: Session) -> None:
+        """Take up an answer that a killed server left unfinished: its reply from its events now, the rest when the
+        model has loaded. Raises where that cannot be, ApiError for a reason that can be told."""
+        found, limit = await self.store.unfinished(session), self.settings.resume_after_restart_seconds
+        if not found or not limit or time.time() - session.created > limit or found[1] >= MAX_TRIES:
+            raise _restarted()
+        kept, events = KEPT.validate_json(found[0]), [event_of(row) for rows in found[2] for row in from_json(rows)]
+        if kept.model != self.settings.served_id:
+            raise _model_changed()
+        reply = REPLIES[session.kind](session.id, kept.model, kept.terms, kept.sampling, kept.created)
+        for event in events:
+            reply.frames(event)
+        if reply.made != session.made or reply.is_done:
+            raise _restarted()
+        session.asked = session.asked or kept.asked
+        session.status = "in_progress" if any(isinstance(event, Started) for event in events) else "queued"
+        generation = self._generations[session.id] = Generation(
+            session, reply, kept.background, announced=True, kept=True, resumed=True, tries=found[1])
+        self._begin_grace(generation)
+        admission = asyncio.create_task(self._admit(generation, kept, events))
+        generation.stop_work.callback(admission.cancel)
+        log.info("session %s goes on after %d frames", session.id, session.made)
 
     def drain(self) -> None:
         """Take nothing new; give what runs its grace, then end it."""
@@ -5185,6 +5349,10 @@ class Server:
         return sum(g.session.status == "in_progress" for g in self._generations.values())
 
     @property
+    def continuing(self) -> int:
+        return sum(g.resumed for g in self._generations.values())
+
+    @property
     def cache_room(self) -> tuple[int, int]:
         return (self.model and self.model.room) or (0, 0)
 
@@ -5205,13 +5373,14 @@ class Server:
             "senses": ["text", *sorted(self.model.senses)] if self.model else None,
             "runner": self.model.runner if self.model else None,
             "storage": "off" if self.log is None else "degraded" if self.log.degraded else "ok",
-            "running": self.running, "queued": self.queued}
+            "running": self.running, "queued": self.queued, "continuing": self.continuing}
 
-    async def _wait_for_model(self) -> Model:
+    async def _wait_for_model(self, patiently: bool = False) -> Model:
         """The model; the first to ask begins the load, and one that failed is tried again."""
         if self.model_status in ("not_loaded", "failed"):
             self._begin_load()
-        done, _ = await asyncio.wait([self._loading], timeout=self.settings.model_load_wait_seconds)
+        seconds = None if patiently else self.settings.model_load_wait_seconds
+        done, _ = await asyncio.wait([self._loading], timeout=seconds)
         if not done:
             raise ApiError(503, "The model is still loading; try again shortly.", "model_not_ready",
                            headers={"retry-after": "10"})
@@ -5229,9 +5398,13 @@ class Server:
         if sum(g.grace is None for g in self._generations.values()) >= limit:  # those that nobody reads make room
             raise ApiError(429, f"The server has {limit} requests under way; try again shortly.", "queue_full",
                            headers={"retry-after": "2"})
-        generation = self._generations[session.id] = Generation(session, reply, background)
+        kept = Kept(reply.model, reply.created, reply.terms, chat, sampling, background,
+                    None if session.result else session.asked)
+        is_kept = self.log and session.stored and self.settings.resume_after_restart_seconds
+        request = kept.packed() if is_kept else None
+        generation = self._generations[session.id] = Generation(session, reply, background, kept=bool(request))
         try:
-            await self.store.begin(session)
+            await self.store.begin(session, request)
         except BaseException:
             self._generations.pop(session.id, None)
             raise
@@ -5240,7 +5413,7 @@ class Server:
             self._produce(generation, Queued())
         if session.id in self._generations:  # else it has been ended while it began
             held.hold()
-            admission = asyncio.create_task(self._admit(generation, chat, sampling))
+            admission = asyncio.create_task(self._admit(generation, kept))
             admission.add_done_callback(lambda _: held.leave())
             generation.stop_work.callback(admission.cancel)  # and keeps it: the loop's own reference is weak
         elif session.error:
@@ -5262,38 +5435,58 @@ class Server:
 
     def _make_room(self) -> None:
         """While requests queue, what nobody reads goes first: the one whose last reader left longest ago."""
-        unread = sorted((g for g in self._generations.values() if g.grace), key=lambda g: g.grace.when())
+        returning = time.time() - self.started < RETURN_SECONDS
+        unread = sorted((g for g in self._generations.values() if g.grace and not (g.resumed and returning)),
+                        key=lambda g: g.grace.when())
         for generation in unread[: max(0, len(self._generations) - self.settings.max_concurrent_requests)]:
             self._produce(generation, Finished("cancelled"), "nobody reads it and others wait")
 
-    async def _admit(self, generation: Generation, chat: Chat, sampling: Sampling) -> None:
-        """Tokenise, check that it fits, and hand the job to the engine; a refusal becomes the last event."""
+    async def _admit(self, generation: Generation, kept: Kept, past: Sequence[Event] = ()) -> None:
+        """Tokenise, check that it fits, and hand the job to the engine; a refusal becomes the last event. What another
+        process has accepted must be the same here."""
+        before = generation.reply.accepted
         try:
-            model, asked = await self._wait_for_model(), sampling.max_new_tokens
-            model.check(sampling)
-            prompt, dropped = await self._prepared(model, chat, asked)
-            left = model.context - len(prompt.tokens)
-            if not prompt.tokens:
-                raise ApiError(400, "These messages make no token for this model.", "invalid_value", chat.param)
-            if left < (asked or 1):
-                raise context_error(model.context, len(prompt.tokens), chat.param, asked)
-            budget = asked or min(sampling.default_new_tokens or left, left)
-            sampling = dataclasses.replace(sampling, max_new_tokens=budget, default_new_tokens=None)
-            sampling = sampling.filled(model.defaults)
+            model = await self._wait_for_model(patiently=generation.resumed)
+            model.check(kept.sampling)
+            prompt, dropped = await self._prepared(model, kept.chat, kept.sampling.max_new_tokens, (generation, kept))
+            accepted = accept(model, kept.chat, prompt, before.sampling if before.key else kept.sampling, dropped)
+            if before.key not in ("", accepted.key):
+                raise _model_changed()
         except Exception as error:
             if not isinstance(error, ApiError):
                 log.exception("session %s could not be admitted", generation.session.id)
                 error = _unexpected()
             return self._produce(generation, Failed(error))
-        emit = functools.partial(self._deliver, self._produce, generation)
-        job = Job(prompt, sampling, emit, generation.session.owner)
+        told = [event for event in past if isinstance(event, Produced | Finished)]
+        emit = beyond(len(told), functools.partial(self._deliver, self._produce, generation))
+        job = Job(prompt, accepted.sampling, emit, generation.session.owner,
+                  [event for event in told if isinstance(event, Produced)])
+        job.started = any(isinstance(event, Started) for event in past)
         generation.stop_work.callback(setattr, job, "cancelled", True)  # the engine drops it before its next step
-        if generation.background or self.running >= self._engine.places:
-            self._produce(generation, Queued())
-        self._produce(generation, Accepted(len(prompt.tokens), sampling, dropped))
-        self._engine.submit(job)
+        if not before.key:
+            if generation.background or self.running >= self._engine.places:
+                self._produce(generation, Queued())
+            self._produce(generation, accepted)
+        if generation.resumed:
+            await self._try(generation, job)
+        else:
+            self._engine.submit(job)
 
-    async def _prepared(self, model: Model, chat: Chat, asked: int | None) -> tuple[Prompt, int]:
+    async def _try(self, generation: Generation, job: Job) -> None:
+        """Go on with what another process began. The try is counted on disk before; and, so that none is blamed for
+        what another one does to the server, those that were tried before go one by one."""
+        session, tried = generation.session, generation.tries
+        async with self._trying if tried else contextlib.nullcontext():
+            generation.tries += 1
+            await self.store.update(session, "tries", generation.tries).wait()
+            self._engine.submit(job)
+            if tried:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(TRIAL_SECONDS):
+                        await session.until(session.made + 1)
+
+    async def _prepared(self, model: Model, chat: Chat, asked: int | None,
+                        keep: tuple[Generation, Kept] | None = None) -> tuple[Prompt, int]:
         """The prompt, after its media have been fetched and decoded, and how many messages it lacks."""
         room = asked or min(self.settings.max_tokens, model.context // 2)  # which matters only where turns may go
         sources = [source for message in chat.messages for source in message.media]
@@ -5303,6 +5496,9 @@ class Server:
         is_here = all(source.url[:5].lower() == "data:" for source in sources)
         async with contextlib.nullcontext() if is_here else self._fetching:
             data = await self._fetched(sources)
+        if keep and keep[0].kept and not is_here:
+            packed = await self._loop.run_in_executor(self._media_pool, lambda: keep[1].with_data(data).packed())
+            self.store.update(keep[0].session, "request", packed or keep[1].packed())
         texts = await self._read_files(model, sources, data)
         async with self._looking:  # what is decoded takes much memory
             chat = await self._perceived(model, chat, sources, data, texts)
@@ -5400,16 +5596,20 @@ class Server:
             frames = reply.frames(event)
         if reply.is_done:
             session.result = reply.result()
+        if generation.kept and not isinstance(event, Failed):
+            generation.events.append(event_row(event))
         match event:
             case Started(cached):
                 session.status = "in_progress"
                 self.metrics.cached_tokens.inc(cached)
             case Accepted(prompt_tokens):
                 self.metrics.prompt_tokens.inc(prompt_tokens)
-            case Produced(token):
-                generation.tokens.append(token)
+            case Produced():
+                if generation.tries:  # it goes on
+                    generation.tries = 0
+                    self.store.update(session, "tries", 0)
                 self.metrics.tokens.inc()
-                if not generation.first_at:
+                if not generation.first_at and not generation.resumed:
                     generation.first_at = time.time()
                     self.metrics.first_token.observe(generation.first_at - session.created)
             case Finished(reason) if reply.is_done:
@@ -5421,14 +5621,15 @@ class Server:
             self.store.forget(session.id)
             session.publish([], status, time.time())
         elif frames or status:
-            self.store.append(session, frames, generation.tokens, status)
-            generation.tokens = []
+            behind = json.dumps(generation.events, separators=(",", ":")) if generation.kept else ""
+            self.store.append(session, frames, behind, status)
+            generation.events = []
         if status:
             del self._generations[session.id]
             generation.stop_work.close()
             self.metrics.generations.labels(status).inc()
             made, ended = reply.completion_tokens, time.time()
-            if made > 1:
+            if made > 1 and generation.first_at:
                 self.metrics.each_token.observe((ended - generation.first_at) / (made - 1))
             log.info("session %s %s (%s) after %.2f s: %d tokens in, %d out", session.id, status, why,
                      ended - session.created, reply.accepted.prompt_tokens, made)
@@ -5448,12 +5649,17 @@ class Server:
             session.readers -= 1
             self.readers -= 1
             generation = self._generations.get(session.id)
-            if generation and not session.readers and not generation.background:
-                seconds = (self.settings.cancel_after_disconnect_seconds or threading.TIMEOUT_MAX) if stays else 0
-                generation.grace = self._loop.call_later(
-                    seconds, self._produce, generation, Finished("cancelled"), "its readers have left")
-                generation.stop_work.callback(generation.grace.cancel)
+            if generation and not session.readers:
+                self._begin_grace(generation, stays)
                 self._make_room()
+
+    def _begin_grace(self, generation: Generation, stays: bool = True) -> None:
+        """Cancel what nobody reads, unless a reader comes back in time; what runs in the background needs none."""
+        if not generation.background:
+            seconds = (self.settings.cancel_after_disconnect_seconds or threading.TIMEOUT_MAX) if stays else 0
+            generation.grace = self._loop.call_later(
+                seconds, self._produce, generation, Finished("cancelled"), "its readers have left")
+            generation.stop_work.callback(generation.grace.cancel)
 
     async def cancel(self, session: Session) -> None:
         """End a session, wherever it is; returns when it has ended. What has ended before stays as it is."""
@@ -5570,6 +5776,35 @@ def fitted(model: Model, chat: Chat, room: int) -> tuple[Prompt, int]:
     if len(cuts) > 1 and not fits(head):
         at = cuts[bisect.bisect_left(cuts, True, hi=len(cuts) - 1, key=fits)]
     return cut(at), at - head
+
+
+def accept(model: Model, chat: Chat, prompt: Prompt, sampling: Sampling, dropped: int) -> Accepted:
+    """What is told of a prompt that fits, with every gap of its sampling filled. Raises ApiError where it does not."""
+    asked, left = sampling.max_new_tokens, model.context - len(prompt.tokens)
+    if not prompt.tokens:
+        raise ApiError(400, "These messages make no token for this model.", "invalid_value", chat.param)
+    if left < (asked or 1):
+        raise context_error(model.context, len(prompt.tokens), chat.param, asked)
+    budget = asked or min(sampling.default_new_tokens or left, left)
+    sampling = dataclasses.replace(sampling, max_new_tokens=budget, default_new_tokens=None).filled(model.defaults)
+    read = struct.pack(f"<{len(prompt.tokens)}I", *prompt.tokens) + prompt.opening.encode()
+    key = hashlib.blake2b(model.fingerprint + prompt.media_key + read, digest_size=16).hexdigest()
+    return Accepted(len(prompt.tokens), sampling, dropped, key)
+
+
+def beyond(count: int, emit: Callable[[Event], None]) -> Callable[[Event], None]:
+    """`emit` without the first events, which have been told before. A failure is always new."""
+    told = itertools.count()
+    return lambda event: emit(event) if isinstance(event, Failed) or next(told) >= count else None
+
+
+def _restarted() -> ApiError:
+    return ApiError(503, "The server was restarted while it made this answer.", "server_restarted")
+
+
+def _model_changed() -> ApiError:
+    return ApiError(503, "The server was restarted with another model, which cannot go on with this answer.",
+                    "model_changed")
 
 
 def _unexpected() -> ApiError:
@@ -5732,10 +5967,10 @@ async def chat_completions(request: Request, body: ChatRequest, server: ServerDe
     check_chat(body, server.settings)
     if reader := await resumed(request, body, server, ChatReply, headers):
         return reader
-    reply = ChatReply(ChatReply.prefix + secrets.token_hex(16), server.settings.served_id, body)
+    sampling = chat_sampling(body, server.settings)
+    reply = ChatReply(ChatReply.prefix + secrets.token_hex(16), server.settings.served_id, chat_terms(body), sampling)
     asked = {"messages": known_fields(body.messages), "metadata": body.metadata} if body.store else None
-    return await respond(request, server, body, headers, reply, chat_values(body),
-                         chat_sampling(body, server.settings), asked=asked)
+    return await respond(request, server, body, headers, reply, chat_values(body), sampling, asked=asked)
 
 
 @router.get("/v1/chat/completions/{id}")
@@ -5768,7 +6003,7 @@ async def responses(request: Request, body: ResponsesRequest, server: ServerDep)
     items, places = response_items(body, id)
     before, own = await server.conversation(body, items, request.scope["body"])
     chat, sampling = response_values(body, before + own, places), response_sampling(body, server.settings)
-    reply = ResponseReply(ResponseReply.prefix + id, server.settings.served_id, body, sampling)
+    reply = ResponseReply(ResponseReply.prefix + id, server.settings.served_id, response_echo(body), sampling)
     asked, begun = (None, None) if body.store is False else ({"input": own}, reply.result())
     return await respond(request, server, body, headers, reply, chat, sampling, asked=asked, begun=begun,
                          background=bool(body.background))

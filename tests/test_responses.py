@@ -1217,7 +1217,7 @@ def test_of_a_server_that_dies_no_event_is_lost_and_what_it_was_making_has_faile
 
 def test_a_stream_of_which_nothing_was_told_before_the_server_died_begins_with_response_created():
     body = main.ResponsesRequest(input="x")
-    begun = main.ResponseReply("resp_1", "m", body, main.Sampling()).result()
+    begun = main.ResponseReply("resp_1", "m", main.response_echo(body), main.Sampling()).result()
 
     frames, failed = main.broken_off("response", main.ApiError(503, "Died."), 0, begun)
 

@@ -20,8 +20,8 @@ GUARD_SECONDS = 60  # for what takes a second or two; far below every grace that
 
 @pytest.fixture
 def scripted(start):
-    """`scripted(WORDS=..., SECONDS=...)` is a real server over a scripted model."""
-    return lambda **env: start(SCRIPTED_SERVER, **env)
+    """`scripted(WORDS=..., SECONDS=...)` is a real server over a scripted model. It goes on with nothing unless told."""
+    return lambda **env: start(SCRIPTED_SERVER, **{"RESUME_AFTER_RESTART_SECONDS": 0, **env})
 
 
 @pytest.fixture

@@ -1066,7 +1066,7 @@ def test_a_session_that_could_not_be_kept_whole_leaves_nothing_on_disk(database)
         async def write(first, last):
             written = asyncio.Event()
             for n in range(first, last):
-                log.write("s", [("INSERT INTO frames (session, idx, data, tokens) VALUES ('s', ?, '', '')", (n,))])
+                log.write("s", [("INSERT INTO frames (session, idx, data, events) VALUES ('s', ?, '', '')", (n,))])
             log.write("", [], written.set)
             await written.wait()
 

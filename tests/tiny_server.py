@@ -1,0 +1,30 @@
+"""A real server in its own process over a tiny real model in float32: `SECONDS` (a step takes at least), `SEED` (another
+one makes other weights), settings as usual."""
+import os
+import time
+
+import tiny
+import torch
+import uvicorn
+from conftest import main
+
+tiny.CONTEXT = 4096
+
+
+def load(settings, report):
+    tiny.FAMILIES["llama"]["seed"] = int(os.environ.get("SEED", "5"))
+    model = tiny.model("llama")
+    forward, seconds = model.forward, float(os.environ.get("SECONDS", "0"))
+
+    def slow(work):
+        time.sleep(seconds)
+        return forward(work)
+
+    model.forward = slow
+    return model
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    settings = main.Settings.from_env()
+    uvicorn.run(main.create_app(settings, load=load), host=settings.host, port=settings.port)
