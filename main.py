@@ -3959,6 +3959,7 @@ class Session:
     asked: dict[str, Any] | None = None  # what is kept of the request beside the result, if it is to be kept
     object_bytes: int = 0  # of these two, as JSON
     error: ApiError | None = None
+    left: bool = False  # to the next process: here it gets no more frames
     readers: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -3988,13 +3989,21 @@ class Session:
             self.first += 1
         if status:
             self.status, self.ended = status, now
+        self._tell()
+
+    def leave(self, error: ApiError) -> None:
+        """Let the next process go on with it; here its readers end, with `error` where nothing has been sent."""
+        self.left, self.error = True, error
+        self._tell()
+
+    def _tell(self) -> None:
         # One event per change: a condition with a timeout can lose a wake-up.
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def until(self, count: float = math.inf) -> bool:
-        """Wait until there are so many frames, or the end; whether there are so many."""
-        while self.count < count and not self.closed:
+        """Wait until there are so many frames, or the end, or none will come here; whether there are so many."""
+        while self.count < count and not self.closed and not self.left:
             await self._changed.wait()
         return self.count >= count
 
@@ -4043,7 +4052,7 @@ class SessionStore:
         query = "SELECT request, tries FROM requests WHERE session = ?"
         if not (rows := await self._log.rows(query, (session.id,))):
             return None
-        query = "SELECT events FROM frames WHERE session = ? AND events != '' ORDER BY idx"
+        query = "SELECT events FROM frames WHERE session = ? ORDER BY idx"
         return *rows[0], [behind for behind, in await self._log.rows(query, (session.id,))]
 
     @staticmethod
@@ -5255,13 +5264,13 @@ class Server:
         found, limit = await self.store.unfinished(session), self.settings.resume_after_restart_seconds
         if not found or not limit or time.time() - session.created > limit or found[1] >= MAX_TRIES:
             raise _restarted()
-        kept, events = KEPT.validate_json(found[0]), [event_of(row) for rows in found[2] for row in from_json(rows)]
+        kept, events = KEPT.validate_json(found[0]), [event_of(row) for behind in found[2] for row in from_json(behind or "[]")]
         if kept.model != self.settings.served_id:
             raise _model_changed()
         reply = REPLIES[session.kind](session.id, kept.model, kept.terms, kept.sampling, kept.created)
         for event in events:
             reply.frames(event)
-        if reply.made != session.made or reply.is_done:
+        if not reply.made == session.made == len(found[2]) or reply.is_done:
             raise _restarted()
         session.asked = session.asked or kept.asked
         session.status = "in_progress" if any(isinstance(event, Started) for event in events) else "queued"
@@ -5279,9 +5288,16 @@ class Server:
         self._loop.call_later(self.settings.shutdown_grace_seconds, self._end_all)
 
     def _end_all(self) -> None:
+        """End what runs, or leave it to the next process, where that can go on with it."""
         error = ApiError(503, "The server was stopped while it made this answer.", "server_stopped")
         for generation in list(self._generations.values()):
-            self._produce(generation, Failed(error))
+            if generation.kept and not self.log.degraded:
+                del self._generations[generation.session.id]
+                generation.stop_work.close()
+                generation.session.leave(error)
+                log.info("session %s is left to the next start", generation.session.id)
+            else:
+                self._produce(generation, Failed(error))
 
     async def stop(self) -> None:
         """Wait for what has its grace and no connection that would wait for it; end everything and close the store."""
@@ -5400,7 +5416,8 @@ class Server:
                            headers={"retry-after": "2"})
         kept = Kept(reply.model, reply.created, reply.terms, chat, sampling, background,
                     None if session.result else session.asked)
-        is_kept = self.log and session.stored and self.settings.resume_after_restart_seconds
+        can_return = early or session.label  # else nobody could ask for it again
+        is_kept = self.log and session.stored and can_return and self.settings.resume_after_restart_seconds
         request = kept.packed() if is_kept else None
         generation = self._generations[session.id] = Generation(session, reply, background, kept=bool(request))
         try:
@@ -5868,19 +5885,22 @@ class Reader(EventSourceResponse):
             shutdown_grace_period=settings.shutdown_grace_seconds + 2)  # our own ending comes first
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        # A close would wait for the reader to take what is on its way.
+        self._cut = scope["transport"].abort if scope["transport"] else lambda: None
         with self._server.reading(self._session):
             try:
                 await super().__call__(scope, receive, send)
             except SendTimeoutError:
                 log.info("session %s: a reader took nothing and was dropped", self._session.id)
-                if transport := scope["transport"]:
-                    transport.abort()  # a close would wait for the reader to take what is on its way
+                self._cut()
 
     async def _frames(self, after: int, ids: bool) -> AsyncIterator[bytes]:
         try:
             async for batch in self._server.store.read(self._session, after):
                 yield b"".join(batch if ids else (frame[: frame.rindex(b"id: ")] + b"\n" for frame in batch))
-            if self._session.error and not self._session.count:
+            if self._session.left:
+                self._cut()  # a stream that ended in peace would pass for a whole one
+            elif self._session.error and not self._session.count:
                 raise self._session.error  # refused before its first frame
         except ApiError as error:  # that, or it fell behind what is kept: said without an id, since it is no frame
             yield f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n".encode()

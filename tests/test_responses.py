@@ -1191,7 +1191,7 @@ def test_a_chain_goes_on_only_after_what_has_ended_and_is_still_there(ready):
 # -- a server that dies ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("end", ["kill", "terminate"])
 def test_of_a_server_that_dies_no_event_is_lost_and_what_it_was_making_has_failed(start, end):
-    server = start(SCRIPTED_SERVER, WORDS=5000, SHUTDOWN_GRACE_SECONDS=0.1)
+    server = start(SCRIPTED_SERVER, WORDS=5000, SHUTDOWN_GRACE_SECONDS=0.1, RESUME_AFTER_RESTART_SECONDS=0)
     raw = b""
     with contextlib.suppress(httpx2.TransportError), httpx2.stream("POST", server.base + URL, timeout=60, json={
             "input": ASK, "stream": True, "background": True}) as answer:
@@ -1203,7 +1203,7 @@ def test_of_a_server_that_dies_no_event_is_lost_and_what_it_was_making_has_faile
                 getattr(server, end)()
     held = raw[:raw.rfind(b"\n\n") + 2]
 
-    server = start(SCRIPTED_SERVER)
+    server = start(SCRIPTED_SERVER, RESUME_AFTER_RESTART_SECONDS=0)
     with httpx2.Client(base_url=server.base, timeout=60) as http:
         for id in (read, unread):
             failed, events = retrieve(http, id), events_of(replay(http, id))

@@ -1,26 +1,33 @@
-"""What a server's death costs: nothing that a client holds. Real processes, a real database file, real signals."""
+"""What a server's death costs: nothing that a client holds, and the next one goes on. Real processes, a real database
+file, real signals. `KILLS=30` kills more often."""
 import contextlib
 import json
+import os
+import random
 import signal
 import socket
 import sqlite3
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import httpx2
 import pytest
-from conftest import SCRIPTED_SERVER, chat, parse_sse, text_of, wait_until
+from conftest import ROOT, SCRIPTED_SERVER, ScriptedModel, chat, main, parse_sse, text_of, wait_until
+from fastapi.testclient import TestClient
 
-CHAT = "/v1/chat/completions"
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+TINY_SERVER = (sys.executable, str(ROOT / "tests" / "tiny_server.py"))
 UVICORN = (sys.executable, "-m", "uvicorn", "main:app", "--port", "{port}")
+KILLS = int(os.environ.get("KILLS", "5"))
 GUARD_SECONDS = 60  # for what takes a second or two; far below every grace that would be waited out
 
 
 @pytest.fixture
 def scripted(start):
-    """`scripted(WORDS=..., SECONDS=...)` is a real server over a scripted model. It goes on with nothing unless told."""
+    """`scripted(WORDS=..., SECONDS=...)` is a real server over a scripted model; it ends what another one began."""
     return lambda **env: start(SCRIPTED_SERVER, **{"RESUME_AFTER_RESTART_SECONDS": 0, **env})
 
 
@@ -171,7 +178,7 @@ def streaming_and_waiting(server, pool):
 @pytest.mark.parametrize("command, env", [(SCRIPTED_SERVER, {"WORDS": 5000}), (UVICORN, {"TORCH_DTYPE": "float32"})],
                          ids=["python", "uvicorn main:app"])
 def test_sigterm_ends_a_stream_and_a_json_request_honestly(start, command, env):
-    server = start(command, SHUTDOWN_GRACE_SECONDS=0.2, **env)
+    server = start(command, SHUTDOWN_GRACE_SECONDS=0.2, RESUME_AFTER_RESTART_SECONDS=0, **env)
     with ThreadPoolExecutor(2) as pool:
         stream, plain = streaming_and_waiting(server, pool)
 
@@ -274,3 +281,365 @@ def test_a_client_that_never_reads_holds_no_exit(scripted, tmp_path, timeout):
             with contextlib.suppress(ConnectionResetError), deaf.makefile("rb") as late:
                 assert b"[DONE]" not in late.read()  # what the server still held for it is gone with the connection
         server.terminate()
+
+
+# -- what goes on ------------------------------------------------------------------------------------------------
+NUMBERS = {"type": "object", "additionalProperties": False, "required": ["n"], "properties": {
+    "n": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 40, "maxItems": 60}}}
+CALL = {"name": "note", "description": "Notes", "parameters": NUMBERS, "strict": True}
+LONG = {"max_tokens": 150, "ignore_eos": True}
+ASKED = {  # label: path and body
+    "greedy": (CHAT, chat("the cat", temperature=0, store=True, stream_options={"include_usage": True}, **LONG)),
+    "seeded": (CHAT, chat("a dog", temperature=1.2, top_p=0.9, seed=7, frequency_penalty=0.5, presence_penalty=0.3,
+                          repetition_penalty=1.1, **LONG)),
+    "two": (CHAT, chat("in the house", temperature=1, seed=3, n=2, **LONG)),
+    "stops": (CHAT, chat("user", temperature=1, seed=11, stop=["zzz", "the a"], logprobs=True, top_logprobs=2, **LONG)),
+    "tools": (CHAT, chat("they", temperature=0.8, seed=5, max_tokens=300, tool_choice="required",
+                         tools=[{"type": "function", "function": CALL}])),
+    "schema": (CHAT, chat("not", temperature=0.8, seed=6, max_tokens=300, response_format={
+        "type": "json_schema", "json_schema": {"name": "numbers", "schema": NUMBERS, "strict": True}})),
+    "json": (CHAT, chat("assistant", temperature=0.5, seed=1, stream=False, store=True, **LONG)),
+    "response": (RESPONSES, {"input": "there are", "temperature": 0, "max_output_tokens": 150, "ignore_eos": True,
+                             "include": ["message.output_text.logprobs"]}),
+    "background": (RESPONSES, {"input": "and then", "temperature": 0.9, "seed": 4, "max_output_tokens": 150,
+                               "ignore_eos": True, "background": True, "truncation": "auto"}),
+    "called": (RESPONSES, {"input": "it is", "temperature": 0.9, "seed": 8, "max_output_tokens": 300,
+                           "tools": [{"type": "function", **CALL}], "tool_choice": "required"}),
+}
+DRAWN = {"id", "item_id", "call_id", "created", "created_at", "completed_at", "cached_tokens"}  # or what a cache held
+
+
+@pytest.fixture
+def tiny_server(start):
+    """`tiny_server(**environment)` is a real server over a tiny model in float32."""
+    return lambda **env: start(TINY_SERVER, **{"OMP_NUM_THREADS": 1, **env})
+
+
+class Stream:
+    """A client that comes back: asks once, and then for whatever follows the last frame it has."""
+
+    def __init__(self, label):
+        self.label, self.raw = label, b""
+        self.path, body = ASKED[label]
+        self.body = {"stream": True, "session_id": label, **body}
+
+    @property
+    def frames(self):
+        return parse_sse(self.raw[:self.raw.rfind(b"\n\n") + 2].decode() if b"\n\n" in self.raw else "")
+
+    @property
+    def is_done(self):
+        return self.frames[-1:] != [] and self.frames[-1]["data"] == "[DONE]"
+
+    def follow(self, server):
+        """Read on until the stream ends or the server dies."""
+        with (contextlib.suppress(httpx2.TransportError),
+              httpx2.Client(base_url=server.base, timeout=GUARD_SECONDS) as http):
+            if not self.raw:
+                with http.stream("POST", self.path, json=self.body) as response:
+                    if response.status_code == 200 and self.body["stream"]:
+                        return self._take(response)
+                    assert response.read() and response.status_code in (200, 409, 503), response.text
+                    if response.status_code == 503:
+                        return server.process.wait()  # it has been told to stop
+            if not self.is_done:
+                self.raw = self.raw[:self.raw.rfind(b"\n\n") + 2] if b"\n\n" in self.raw else b""
+                seen = {"last-event-id": self.frames[-1]["id"]} if self.frames else {}
+                with http.stream("GET", f"/v1/sessions/{self.label}/events", headers=seen) as response:
+                    assert response.status_code == 200, response.read()
+                    self._take(response)
+
+    def _take(self, response):
+        for piece in response.iter_raw():
+            self.raw += piece
+
+
+class Near(float):
+    """A logprob, whose last digits depend on the company in its batch."""
+
+    def __eq__(self, other):
+        return abs(self - other) < 1e-3
+
+
+def plain(value):
+    """A JSON value without what is drawn anew for every answer."""
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return Near(value)
+    return {k: plain(v) for k, v in value.items() if k not in DRAWN} if isinstance(value, dict) else value
+
+
+def told(stream):
+    """What a stream's frames say, each choice by itself: how those take turns is nobody's promise."""
+    frames = [(f.get("event"), f["data"] if f["data"] == "[DONE]" else plain(json.loads(f["data"])))
+              for f in stream.frames]
+    assert [f["id"] for f in stream.frames] == [f"{stream.label}:{n}" for n in range(len(frames))]
+    return sorted(frames, key=lambda f: f[1]["choices"][0]["index"] if f[1] != "[DONE]" and f[1].get("choices") else 9)
+
+
+def objects(server, streams):
+    """What is stored of them at the end."""
+    with httpx2.Client(base_url=server.base, timeout=GUARD_SECONDS) as http:
+        for stream in streams:
+            if stream.path == RESPONSES or stream.body.get("store"):
+                found = http.get(f"{stream.path}/{http.get(f'/v1/sessions/{stream.label}').json()['id']}")
+                assert found.status_code == 200
+                yield stream.label, plain(found.json())
+
+
+def followed(server, streams, pool, then=lambda: None):
+    """Read all of them on, each to its end or to the server's."""
+    reading = [pool.submit(stream.follow, server) for stream in streams if not stream.is_done]
+    then()
+    for reader in reading:
+        reader.result()
+
+
+def requests_in(path):
+    with closing(sqlite3.connect(path)) as db:
+        return db.execute("SELECT COUNT(*) FROM requests").fetchone()[0]
+
+
+@pytest.mark.timeout(60 + 60 * KILLS)
+def test_streams_that_servers_died_in_again_and_again_are_those_of_an_undisturbed_one(tiny_server, tmp_path, intact):
+    whole, cut = [Stream(label) for label in ASKED], [Stream(label) for label in ASKED]
+    draw, killed_in = random.Random(KILLS), 0
+    with ThreadPoolExecutor(len(ASKED)) as pool:
+        server = tiny_server(SESSIONS_DB_PATH=tmp_path / "undisturbed.db")
+        followed(server, whole, pool)
+        expected = dict(objects(server, whole))
+        server.kill()
+        for _ in range(KILLS):
+            server = tiny_server(SECONDS=0.012 * KILLS, SHUTDOWN_GRACE_SECONDS=0)
+            end = draw.choice([server.kill, server.kill, server.terminate])
+            killer = threading.Timer(draw.uniform(0.05, 1.5), end)
+            followed(server, cut, pool, killer.start)
+            killer.join()
+            killed_in += sum(not stream.is_done for stream in cut)
+            intact()
+        server = tiny_server()
+        followed(server, cut, pool)
+
+    assert killed_in > KILLS
+    for undisturbed, stream in zip(whole, cut, strict=True):
+        assert told(stream) == told(undisturbed), stream.label
+    assert dict(objects(server, cut)) == expected
+    assert requests_in(tmp_path / "sessions.db") == 0
+
+
+def test_another_model_does_not_go_on_with_an_answer(tiny_server):
+    stream = Stream("greedy")
+    server = tiny_server(SECONDS=0.02)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(stream.follow, server)
+        wait_until(lambda: len(stream.frames) > 20)
+        server.kill()
+        reading.result()
+    held = stream.frames
+
+    stream.follow(tiny_server(SEED="6"))
+
+    assert stream.frames[:len(held)] == held
+    assert code_of(stream.frames[-2]) == "model_changed" and stream.is_done
+
+
+def test_an_answer_that_servers_die_of_is_tried_twice_and_takes_no_other_with_it(start, tmp_path):
+    env = {"WORDS": 60, "SECONDS": 0.2, "DIE_AT": 3, "MAX_TOKENS": 100}
+    deadly, other = chat(stream=True, session_id="deadly", seed=13), chat(stream=True, session_id="other", seed=1)
+    with ThreadPoolExecutor(2) as pool:
+        server = start(SCRIPTED_SERVER, **env)
+        for body in (other, deadly):
+            pool.submit(httpx2.post, server.base + CHAT, json=body)
+    for tries in range(3):
+        server.process.wait(timeout=GUARD_SECONDS)
+        with closing(sqlite3.connect(tmp_path / "sessions.db")) as db:
+            found = dict(db.execute("SELECT label, tries FROM requests JOIN sessions ON session = id"))
+        assert found["deadly"] == tries and found["other"] < 2
+        server = start(SCRIPTED_SERVER, **env)
+
+    frames = frames_of(events(server, "deadly").content)
+    assert code_of(frames[-2]) == "server_restarted"
+    assert text_of(frames_of(events(server, "other").content)) == "".join(f"w{n} " for n in range(60))
+
+
+def test_what_sigterm_cuts_off_goes_on_in_the_next_server(start, tmp_path, intact):
+    server = start(SCRIPTED_SERVER, WORDS=100, SECONDS=0.02, SHUTDOWN_GRACE_SECONDS=0)
+    raw, _ = read_until_cut(server, "s1", 10, lambda: server.signal(signal.SIGTERM))
+    server.process.wait(timeout=GUARD_SECONDS)
+    intact()
+
+    server = start(SCRIPTED_SERVER, WORDS=100)
+
+    frames = frames_of(events(server, "s1").content)
+    assert frames[:len(frames_of(raw))] == frames_of(raw) and len(frames) > len(frames_of(raw))
+    assert text_of(frames) == "".join(f"w{n} " for n in range(100))
+    assert not any("error" in frame["data"] for frame in frames)
+
+
+# -- in process: the database as it was at some moment, found by another server --------------------------------------
+@pytest.fixture
+def second_life(settings, tmp_path):
+    """`second_life(load, change, **settings)` is a client of a server that finds the database as it is now, but for a
+    `change` in SQL, as if the other server had been killed."""
+    with contextlib.ExitStack() as stack:
+
+        def make(load, change="", **values):
+            path = tmp_path / f"life{len(list(tmp_path.glob('life*.db')))}.db"
+            with closing(sqlite3.connect(tmp_path / "sessions.db")) as db, closing(sqlite3.connect(path)) as copy:
+                db.backup(copy)
+                copy.executescript(change)
+            load = load if callable(load) else lambda *_, model=load: model
+            app = main.create_app(settings(sessions_db_path=path, **values), load=load)
+            return stack.enter_context(TestClient(app, raise_server_exceptions=False))
+
+        yield make
+
+
+WORDS = ("a ", "b ", "c ", "d ")
+
+
+def begun(http, model, said=2, **fields):
+    """The id of a response in the background of which so many words are on disk."""
+    id = http.post(RESPONSES, json={"input": "hi", "background": True, **fields}).json()["id"]
+    for _ in range(said):
+        model.gate.release()
+    wait_until(lambda: http.get(f"/v1/sessions/{id}").json()["frames"] == (5 + said if said else 3))
+    return id
+
+
+@pytest.fixture
+def response(client):
+    """The id of a response of four words, two of which a server has said that says no more."""
+    model = ScriptedModel(*WORDS, gated=True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(model.gate.release, 99)
+        yield begun(client(model), model)
+
+
+def said_by(http, id):
+    """The data of a response's frames."""
+    frames = parse_sse(http.get(f"/v1/sessions/{id}/events").text)
+    assert frames[-1]["data"] == "[DONE]"
+    data = [json.loads(frame["data"]) for frame in frames[:-1]]
+    assert [event["sequence_number"] for event in data] == [*range(len(data))]
+    return data
+
+
+def output_of(response):
+    return "".join(part["text"] for item in response["output"] for part in item["content"])
+
+
+def test_an_answer_goes_on_after_its_last_frame(second_life, response):
+    data = said_by(http := second_life(ScriptedModel(*WORDS)), response)
+
+    assert [event["delta"] for event in data if "delta" in event] == [*WORDS]
+    assert data[-1]["response"] == http.get(f"{RESPONSES}/{response}").json()
+    assert output_of(data[-1]["response"]) == "".join(WORDS) and data[-1]["response"]["status"] == "completed"
+    assert data[-1]["response"]["usage"]["output_tokens"] == 5
+
+
+@pytest.mark.parametrize("said", [0, 1, 4])
+def test_it_goes_on_from_wherever_it_was(client, second_life, said):
+    model = ScriptedModel(*WORDS, gated=True)
+    id = begun(client(model), model, said)
+
+    data = said_by(second_life(ScriptedModel(*WORDS)), id)
+
+    assert [event["delta"] for event in data if "delta" in event] == [*WORDS]
+    model.gate.release(99)
+
+
+def test_until_the_model_has_loaded_an_answer_that_goes_on_stands_where_it_stood(second_life, response):
+    gate = threading.Event()
+    http = second_life(lambda *_: gate.wait() and ScriptedModel(*WORDS))
+
+    assert http.get("/ready").json()["status"] == "loading" and http.get("/ready").json()["continuing"] == 1
+    assert "inference_continuing 1.0" in http.get("/metrics").text
+    assert output_of(http.get(f"{RESPONSES}/{response}").json()) == "a b "
+    assert http.get(f"/v1/sessions/{response}").json()["status"] == "in_progress"
+    gate.set()
+    said_by(http, response)
+    assert http.get("/ready").json()["continuing"] == 0
+
+
+def test_an_answer_that_would_go_on_can_be_cancelled_before_the_model_has_loaded(second_life, response):
+    gate = threading.Event()
+    http = second_life(lambda *_: gate.wait() and ScriptedModel(*WORDS))
+
+    ended = http.post(f"{RESPONSES}/{response}/cancel").json()
+
+    assert (ended["status"], output_of(ended)) == ("cancelled", "a b ")
+    assert said_by(http, response)[-1]["response"] == ended
+    gate.set()
+
+
+def test_without_a_model_an_answer_that_would_go_on_ends_with_the_reason(second_life, response):
+    def load(*_):
+        raise main.load_error("There is none.")
+
+    last = said_by(second_life(load), response)[-1]["response"]
+
+    assert (last["status"], last["error"]["message"], output_of(last)) == ("failed", "There is none.", "a b ")
+
+
+@pytest.mark.parametrize("change, values", [
+    ("", {"resume_after_restart_seconds": 0}), ("", {"resume_after_restart_seconds": 1e-6}),
+    ("", {"model_repo_id": "another"}), ("UPDATE requests SET tries = 2", {}), ("DELETE FROM requests", {}),
+    ("UPDATE requests SET request = '{'", {}), ("UPDATE requests SET request = '{}'", {}),
+    ("UPDATE frames SET events = '[[1' WHERE idx = 6", {}), ("UPDATE frames SET events = '[]' WHERE idx = 6", {}),
+    ("UPDATE frames SET events = '[[\"Other\"]]' WHERE idx = 6", {}), ("DELETE FROM frames WHERE idx = 5", {}),
+    ("UPDATE sessions SET kind = 'other'", {})], ids=str)
+def test_what_cannot_go_on_ends_honestly_and_the_server_starts(second_life, response, tmp_path, change, values):
+    http = second_life(ScriptedModel(*WORDS), change, **values)
+
+    wait_until(lambda: http.get(f"/v1/sessions/{response}").json()["status"] == "failed")
+    assert requests_in(tmp_path / "life0.db") == 0
+
+
+def test_whoever_does_not_come_back_after_a_restart_ends_an_answer_as_ever(second_life, response):
+    model = ScriptedModel(*WORDS, gated=True)
+    change = """UPDATE requests SET request = replace(request, '"background":true', '"background":false')"""
+    http = second_life(model, change, cancel_after_disconnect_seconds=0.2)
+
+    wait_until(lambda: http.get(f"/v1/sessions/{response}").json()["status"] == "cancelled")
+    model.gate.release(99)
+
+
+@pytest.mark.parametrize("fields", [{"background": True}, {"stream": True}, {}, {"store": False}], ids=str)
+def test_of_a_request_nothing_is_kept_beyond_its_answer(client, tmp_path, fields):
+    http = client(ScriptedModel(*WORDS))
+
+    id = http.post(RESPONSES, json={"input": "hi", **fields}).headers["x-session-id"]
+    wait_until(lambda: http.get(f"/v1/sessions/{id}").json()["status"] == "completed")
+
+    assert requests_in(tmp_path / "sessions.db") == 0
+
+
+LOGPROB = main.TokenLogprob("\ufffd", b"\xff", -1.25, (main.TokenLogprob("a", b"a", -0.1),))
+SAMPLING = main.Sampling(
+    5, 0.5, 0.9, 3, 0.1, 2**63 - 1, ("x", "y"), 1.1, 0.2, 0.3, ((1, 2.5),), frozenset({7}), True, 2, 3)
+
+
+@pytest.mark.parametrize("event", [
+    main.Queued(), main.Started(3), main.Accepted(4, SAMPLING, 1, "ab"), main.Finished("length", 2), main.Produced(9),
+    main.Produced(9, (main.TextDelta("é"),), 1, LOGPROB),
+    main.Produced(9, (main.ReasoningDelta("x"), main.ToolCallDelta("f"), main.ToolCallDelta(None, "{")), 0, None,
+                  main.ToolCallDelta)], ids=lambda event: type(event).__name__)
+def test_an_event_comes_back_from_disk_as_it_was(event):
+    assert main.event_of(json.loads(json.dumps(main.event_row(event)))) == event
+
+
+def test_media_are_kept_as_they_were_fetched_within_bounds():
+    film, picture = (main.MediaSource(kind, f"https://example.org/{kind}", "x") for kind in ("video", "image"))
+    messages = main.Message("user", "a", media=(film,)), main.Message("user", "b", media=(picture,))
+    tool = main.Tool("f", {"enum": [1, 2.5, None]}, True, {"name": "f"}, "tools[0]")
+    kept = main.Kept("m", 1, {"n": 1}, main.Chat(messages, (tool,), grammar=main.Grammar("regex", "a", "x")), SAMPLING)
+
+    back = main.KEPT.validate_json(kept.with_data([b"film", b"picture"]).packed())
+
+    media = [source for message in back.chat.messages for source in message.media]
+    assert [main._read_data_url(source, main.Settings()) for source in media] == [b"film", b"picture"]
+    assert [source.mark for source in media] == [film.mark, picture.mark]
+    assert main.KEPT.validate_json(kept.packed()) == kept
+    assert kept.with_data([b"film", bytes(main.MAX_KEPT_BYTES)]).packed() is None

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import sqlite3
-import struct
 import subprocess
 import threading
 import time
@@ -987,9 +986,10 @@ def test_what_a_reader_holds_is_on_disk_already(online, database):
 def test_the_token_ids_behind_the_frames_are_kept_with_them(client, database):
     finish(client(ScriptedModel("a", "", "", "b")))
 
-    blobs = [blob for (blob,) in rows(database, "SELECT tokens FROM frames ORDER BY idx")]
+    behind = [json.loads(text or "[]") for (text,) in rows(database, "SELECT events FROM frames ORDER BY idx")]
 
-    assert [struct.unpack(f"<{len(b) // 4}I", b) for b in blobs] == [(), (1,), (2, 3, 4), (0,), ()]
+    tokens = [[event[0] for event in events if isinstance(event[0], int)] for events in behind]
+    assert tokens == [[], [1], [2, 3, 4], [0], []]
 
 
 def test_a_finished_session_reads_the_same_in_the_next_life_of_the_server(settings):

@@ -24,6 +24,7 @@ RANGES = {  # name: (values at the edge of what is allowed, values beyond it)
     "session_buffer_frames": (["1"], ["0"]),
     "cancel_after_disconnect_seconds": (["0"], ["-0.1"]),
     "shutdown_grace_seconds": (["0"], ["-0.1"]),
+    "resume_after_restart_seconds": (["0"], ["-0.1"]),
     **{name: (["0.001"], ["0", "-1"]) for name in (
         "model_load_wait_seconds", "kv_cache_gib", "step_timeout_seconds", "max_body_mib", "max_media_mib",
         "sessions_ttl_seconds", "responses_ttl_seconds",

@@ -1,5 +1,5 @@
-"""A real server in its own process over a tiny real model in float32: `SECONDS` (a step takes at least), `SEED` (another
-one makes other weights), settings as usual."""
+"""A real server in its own process over a tiny real model in float32: `SECONDS` (a step takes at least), `SEED` (of its
+weights), settings as usual."""
 import os
 import time
 
