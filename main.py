@@ -3913,6 +3913,8 @@ class Engine:
 # A generation writes here whether or not anybody reads. Frames are numbered from
 # 0 and never change, so a reader can leave and return at any number. With a log,
 # a frame is on disk before anybody reads it: no client ever knows more than we do.
+# What made it, events with token ids, lies behind it, and until a session ends its
+# request as well: another process makes of them the same reply, and goes on.
 #
 # (1) The `id:` line comes last in a frame: a client that is cut inside a frame must
 #     not believe that it has it.
@@ -5264,7 +5266,8 @@ class Server:
         found, limit = await self.store.unfinished(session), self.settings.resume_after_restart_seconds
         if not found or not limit or time.time() - session.created > limit or found[1] >= MAX_TRIES:
             raise _restarted()
-        kept, events = KEPT.validate_json(found[0]), [event_of(row) for behind in found[2] for row in from_json(behind or "[]")]
+        kept = KEPT.validate_json(found[0])
+        events = [event_of(row) for behind in found[2] if behind for row in from_json(behind)]
         if kept.model != self.settings.served_id:
             raise _model_changed()
         reply = REPLIES[session.kind](session.id, kept.model, kept.terms, kept.sampling, kept.created)
