@@ -60,6 +60,7 @@ import av
 import httpx2
 import numpy
 import prometheus_client as prometheus
+import pydantic
 import uvicorn
 from dotenv import dotenv_values, load_dotenv
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
@@ -67,18 +68,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from PIL import Image, ImageOps
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Discriminator,
-    Field,
-    SecretStr,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-)
-from pydantic_core import from_json
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, SecretStr, Tag, ValidationError
+from pydantic_core import from_json, to_json
 from sse_starlette import EventSourceResponse
 from sse_starlette.sse import SendTimeoutError
 from starlette.datastructures import Headers, MutableHeaders
@@ -4580,7 +4571,7 @@ class Said:  # by one choice so far
 
 
 SPELLED = {kind.__name__: kind for kind in (Queued, Started, Finished, TextDelta, ReasoningDelta, ToolCallDelta)}
-ACCEPTED = TypeAdapter(Accepted)
+ACCEPTED = pydantic.TypeAdapter(Accepted)
 
 
 def event_row(event: Event) -> list[Any]:
@@ -5155,7 +5146,7 @@ class Kept:  # on disk while an answer is made: what another process needs to go
         return dataclasses.replace(self, chat=dataclasses.replace(self.chat, messages=messages))
 
 
-KEPT = TypeAdapter(Kept)
+KEPT = pydantic.TypeAdapter(Kept)
 
 
 @dataclass(eq=False)
@@ -5641,7 +5632,7 @@ class Server:
             self.store.forget(session.id)
             session.publish([], status, time.time())
         elif frames or status:
-            behind = json.dumps(generation.events, separators=(",", ":")) if generation.kept else ""
+            behind = to_json(generation.events).decode() if generation.events else ""
             self.store.append(session, frames, behind, status)
             generation.events = []
         if status:

@@ -606,6 +606,33 @@ def test_whoever_does_not_come_back_after_a_restart_ends_an_answer_as_ever(secon
     model.gate.release(99)
 
 
+def test_new_requests_do_not_push_out_whoever_has_not_come_back_yet(second_life, response):
+    model = ScriptedModel(*WORDS, gated=True)
+    change = """UPDATE requests SET request = replace(request, '"background":true', '"background":false')"""
+    http = second_life(model, change, max_concurrent_requests=1)
+    new = http.post(RESPONSES, json={"input": "hi", "background": True}).json()["id"]
+
+    for _ in range(99):
+        model.gate.release()
+
+    assert said_by(http, response)[-1]["response"]["status"] == "completed"
+    assert said_by(http, new)[-1]["response"]["status"] == "completed"
+
+
+def test_a_plain_json_request_is_kept_only_if_it_can_be_found_again(client, tmp_path):
+    model = ScriptedModel(*WORDS, gated=True)
+    http = client(model)
+    with ThreadPoolExecutor(3) as pool:
+        for fields in ({}, {"session_id": "s1"}, {"session_id": "s2", "store": False}):
+            pool.submit(http.post, RESPONSES, json={"input": "hi", **fields})
+        try:
+            wait_until(lambda: sum(http.get("/ready").json()[state] for state in ("running", "queued")) == 3)
+            wait_until(lambda: requests_in(tmp_path / "sessions.db") == 1)
+        finally:
+            for _ in range(99):
+                model.gate.release()
+
+
 @pytest.mark.parametrize("fields", [{"background": True}, {"stream": True}, {}, {"store": False}], ids=str)
 def test_of_a_request_nothing_is_kept_beyond_its_answer(client, tmp_path, fields):
     http = client(ScriptedModel(*WORDS))
