@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import hmac
 import importlib.util
 import inspect
 import io
@@ -46,7 +47,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ from sse_starlette import EventSourceResponse
 from sse_starlette.sse import SendTimeoutError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +90,11 @@ log = logging.getLogger("server")
 # environment. A wrong value stops the start with all faults named. Nothing else
 # in this file looks at the environment.
 # ==============================================================================
+def _listed(item: str) -> str:
+    """The pattern of a setting that lists such items, separated by commas."""
+    return rf"^\s*({item}\s*(,\s*|$))*$"
+
+
 class Settings(BaseModel, frozen=True):
     """What the operator decides. The field's description is its documentation."""
 
@@ -96,6 +103,26 @@ class Settings(BaseModel, frozen=True):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         "INFO", description="How much is logged. Prompts, answers and tokens never are.")
 
+    api_key: SecretStr | None = Field(None, description=(
+        "API keys, separated by commas. With one, all but `/health` asks for it; without, only this machine is "
+        "served."))
+    api_keys_file: Path | None = Field(None, description="File with more of them, `name:key` or `key` on a line.")
+    allow_unauthenticated: bool = Field(
+        False, description="Without API keys, serve other machines all the same: whoever reaches the port.")
+    allowed_hosts: str = Field("", pattern=_listed(r"[A-Za-z0-9_.-]+"), description=(
+        "Host names that clients may call this server by, separated by commas. `localhost` and addresses always "
+        "may."))
+    cors_origins: str = Field("", pattern=_listed(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s,/*]+"), description=(
+        "Web pages that may call this server, as `https://host` or `https://host:port`, separated by commas."))
+    max_requests_per_key: int | None = Field(
+        None, ge=1, description="Generations that one API key may have under way. Empty: no bound of its own.")
+    rate_limit_requests: int | None = Field(
+        None, ge=1, description="Requests for an answer in a minute, for each API key. Empty: no limit.")
+    rate_limit_tokens: int | None = Field(
+        None, ge=1, description="Tokens of prompts and answers in a minute, for each API key. Empty: no limit.")
+    request_timeout_seconds: float | None = Field(
+        None, gt=0, description="Longest that one generation may take, from its request on. Empty: no limit.")
+
     model_repo_id: str = Field(
         "unsloth/Qwen3-4B-Instruct-2507", min_length=1,
         description="Hub id (`id@revision` allowed), folder, `repo-or-folder:file.gguf`, or `demo`.")
@@ -103,6 +130,8 @@ class Settings(BaseModel, frozen=True):
     hf_token: SecretStr | None = Field(None, description="Hub token for gated or private models. Never logged.")
     trust_remote_code: bool = Field(
         True, description="Run code that the operator's model repository ships. A request can never name another one.")
+    allow_pickle: bool = Field(
+        False, description="Take weights that are pickles, where there are no safetensors. Trust who made them.")
     device_map: str = Field("auto", min_length=1, description="`auto`, `cpu`, `cuda:0`, `mps`: where the weights go.")
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="`auto` is the checkpoint's own, or the nearest that is fast on this device.")
@@ -170,8 +199,10 @@ class Settings(BaseModel, frozen=True):
     cancel_after_disconnect_seconds: float = Field(
         3600, ge=0, description="Grace after a stream's last reader left. 0 means never cancel.")
     keepalive_seconds: float = Field(10, gt=0, description="Seconds between keep-alive comments on a stream.")
-    send_timeout_seconds: float = Field(
-        60, gt=0, description="A client that takes nothing, or sends nothing of its body, for so long is dropped.")
+    send_timeout_seconds: float = Field(60, gt=0, description=(
+        "A client that takes nothing, sends nothing of its body, or has not sent its headers, for so long is "
+        "dropped."))
+    body_timeout_seconds: float = Field(300, gt=0, description="Longest that a request's body may take to come.")
     sse_ids: Literal["always", "session"] = Field(
         "always", description="`session`: frame ids only for requests that name a session.")
     shutdown_grace_seconds: float = Field(5, ge=0, description="How long running answers may go on after SIGTERM.")
@@ -184,8 +215,8 @@ class Settings(BaseModel, frozen=True):
         return cls.model_validate({name: v or None for name, v in given.items() if v or name in empty})
 
     @property
-    def allowed_hosts(self) -> frozenset[str]:
-        return frozenset(host.strip().lower() for host in self.media_allow_hosts.split(",")) - {""}
+    def media_hosts(self) -> frozenset[str]:
+        return listed(self.media_allow_hosts.lower())
 
     @property
     def served_id(self) -> str:
@@ -199,6 +230,11 @@ class Settings(BaseModel, frozen=True):
         """Whether the model is a place on this machine rather than on the hub."""
         source = self.model_repo_id
         return os.path.exists(source) or os.path.isabs(source) or source.startswith((".", "~"))
+
+
+def listed(text: str) -> frozenset[str]:
+    """The items of a setting that separates them by commas."""
+    return frozenset(item.strip() for item in text.split(",")) - {""}
 
 
 def read_settings() -> Settings:
@@ -215,6 +251,32 @@ def read_settings() -> Settings:
         raise SystemExit(f"Wrong settings in the environment or .env:{faults}") from None
 
 
+def owner_of(key: bytes) -> str:
+    """Stands for an API key wherever it is kept or compared: the key cannot be read from it."""
+    return hashlib.blake2b(key, digest_size=16).hexdigest()
+
+
+def read_keys(settings: Settings) -> dict[str, str]:
+    """The owners that the API keys stand for, with their names. Raises SystemExit where keys are meant and none is."""
+    if not settings.api_key and not settings.api_keys_file:
+        return {}
+    keys = sorted(listed(settings.api_key.get_secret_value())) if settings.api_key else []
+    names = {key: f"key {n}" for n, key in enumerate(keys, 1)}
+    if settings.api_keys_file:
+        try:
+            lines = settings.api_keys_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is no text"
+            raise SystemExit(f"API_KEYS_FILE cannot be read: {why}.") from None
+        for n, line in enumerate(lines, 1):
+            *name, key = line.split(":", 1)
+            if line.strip() and not line.startswith("#"):
+                names[key.strip()] = name[0].strip() if name else f"key of line {n}"
+    if not all(names or [""]):
+        raise SystemExit("API_KEY and API_KEYS_FILE hold no key, or an empty one: nobody could be let in.")
+    return {owner_of(key.encode(errors="surrogateescape")): name for key, name in names.items()}
+
+
 # ==============================================================================
 # 2. WIRE
 #
@@ -229,7 +291,7 @@ class ApiError(HTTPException):
                  headers: Mapping[str, str] | None = None) -> None:
         super().__init__(status, message, headers)
         self.code, self.param = code, param
-        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        kinds = {403: "permission_error", 429: "rate_limit_error"}
         kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -977,7 +1039,7 @@ async def fetch_media(source: MediaSource, settings: Settings) -> bytes:
     is_web = scheme.startswith(("http://", "https://"))
     if scheme.startswith("data:"):
         data = await anyio.to_thread.run_sync(_read_data_url, source, settings)
-    elif is_web and (settings.media_urls or settings.allowed_hosts):
+    elif is_web and (settings.media_urls or settings.media_hosts):
         data = await _fetch_url(source, settings)
     elif not is_web and settings.media_root:
         data = await anyio.to_thread.run_sync(_read_file, source, settings)
@@ -1051,7 +1113,7 @@ async def _checked_address(url: str, settings: Settings) -> str:
     if not (parts := PLAIN_URL.fullmatch(url)):
         raise ValueError("not a plain URL")
     host, port = parts[2].lower(), int(parts[3] or PORTS[parts[1].lower()])
-    is_listed = not settings.allowed_hosts.isdisjoint({host, f"{host}:{port}"})
+    is_listed = not settings.media_hosts.isdisjoint({host, f"{host}:{port}"})
     if not is_listed and not (settings.media_urls and port in PORTS.values()):
         raise ValueError("not a host and port to fetch from")
     found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
@@ -1838,7 +1900,8 @@ def _load_parts(source: ModelSource, settings: Settings, report: Report, **optio
     options |= _quantization(settings, source, dtype)
     if source.gguf:
         options["quantization_config"] = GgufConfig(dequantize=True)
-    network = kind.from_pretrained(source.repo, dtype=dtype, device_map=settings.device_map, **options)
+    network = kind.from_pretrained(source.repo, dtype=dtype, device_map=settings.device_map,
+                                   use_safetensors=None if settings.allow_pickle else True, **options)
     return processor, network.eval()
 
 
@@ -2007,6 +2070,8 @@ LOAD_CAUSES = (  # phrases and names of errors, which a model's own name hardly 
     ("nvidia driver|cuda enabled|cuda error|device_map as|device string|invalid device",
      "DEVICE_MAP names a device that this machine does not have"),
     ("trust_remote_code|custom code", "it ships its own code, which TRUST_REMOTE_CODE=0 forbids"),
+    ("named model.safetensors found|loaded with `safetensors`",
+     "it has no weights as safetensors. Pickles, which can run code when they are read, are taken with ALLOW_PICKLE=1"),
     ("no file named|not appear to have|unrecognized model|no such file|backend tokenizer|valid json",
      "files are missing or of an unknown kind: a model folder holds config.json, a tokenizer and safetensors"),
 )
@@ -5062,7 +5127,11 @@ RETURN_SECONDS = 60  # after a restart, that clients have to come back before ot
 MAX_CONVERSATION_CHARACTERS = 192 * 2**20  # that a request may have put in front of it, or refer to
 
 
+RATE_HEADERS = {
+    "requests": ("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
+    "tokens": ("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens")}
 DATA_CHARACTERS = (string.ascii_letters + string.digits + "+/=-_%").encode()  # media as data have no others
+MAX_SHAPES = 2**19  # of a body: `{`, `[` and `:`, those in its texts too
 MAX_HELD_BYTES = 2**30  # of large bodies and conversations, of all requests under way
 
 
@@ -5075,7 +5144,10 @@ class Body:
         settings, takes_media = server.settings, takes_media and (server.model is None or bool(server.model.senses))
         self._server, self._receive, self.plain = server, receive, settings.max_body_mib * 2**20
         self.limit = self.plain + (settings.max_media_mib * 2**20 * 4 / 3 if takes_media else 0)
+        self._deadline = time.monotonic() + settings.body_timeout_seconds
         self._seconds: float | None = settings.send_timeout_seconds  # to wait for the next piece
+        self._shapes = 0  # marks that open or name something
+        self.owner = ANYBODY  # who asks, once that is known
         self._taken = self._marks = self._counted = 0
         self._holders = 1
 
@@ -5084,9 +5156,10 @@ class Body:
                         headers={"connection": "close"})
 
     async def receive(self) -> Any:
-        """What comes next. Raises ApiError 408 for a body that stands still, 413 for what is too large."""
+        """What comes next. Raises ApiError 408 for a body that stands still or crawls, 413 for what is too large."""
         try:
-            async with asyncio.timeout(self._seconds):
+            left = self._seconds and min(self._seconds, max(0.0, self._deadline - time.monotonic()))
+            async with asyncio.timeout(left):
                 message = await self._receive()
         except TimeoutError:
             raise ApiError(408, "The body did not come in time.", "body_timeout",
@@ -5104,6 +5177,10 @@ class Body:
             if self._marks > self.plain / 2:
                 raise self.too_large(self.plain / 2, ", without its media")
             self.count(len(chunk))
+        self._shapes += sum(map(chunk.count, (b"{", b"[", b":")))
+        if self._shapes > MAX_SHAPES:  # each would take a hundred times its size in memory
+            raise ApiError(400, f"The body has more than {MAX_SHAPES} braces, brackets and colons.", "body_too_complex",
+                           headers={"connection": "close"})
 
     def count(self, size: int) -> None:
         """Count what is held. Raises ApiError 429 where all requests together hold too much."""
@@ -5147,6 +5224,23 @@ class Kept:  # on disk while an answer is made: what another process needs to go
 
 
 KEPT = pydantic.TypeAdapter(Kept)
+
+
+class Bucket:
+    """Fills up within a minute. What is taken beyond what it holds is a debt that has to be paid off first."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self._level, self._at = limit, float(limit), time.monotonic()
+
+    def take(self, count: int = 0) -> float:
+        """Take so much; how it stands then."""
+        now = time.monotonic()
+        self._level = min(self.limit, self._level + (now - self._at) * self.limit / 60) - count
+        self._at = now
+        return self._level
+
+    def seconds_until(self, level: float) -> float:
+        return max(0.0, (level - self.take()) * 60 / self.limit)
 
 
 @dataclass(eq=False)
@@ -5208,6 +5302,10 @@ class Server:
 
     def __init__(self, settings: Settings, load: Load) -> None:
         self.settings, self._load, self.started = settings, load, time.time()
+        self.keys = read_keys(settings)
+        limits = {"requests": settings.rate_limit_requests, "tokens": settings.rate_limit_tokens}
+        self.buckets: dict[str, dict[str, Bucket]] = defaultdict(  # of each owner
+            lambda: {kind: Bucket(limit) for kind, limit in limits.items() if limit})
         self.log = SessionLog(settings.sessions_db_path) if settings.persist_sessions else None
         self.store = SessionStore(settings, self.log)
         self.model_status = "not_loaded"
@@ -5245,11 +5343,14 @@ class Server:
                 frames, session.result = broken_off(session.kind, error, session.made, session.result)
                 self.store.append(session, frames, status="failed")
                 log.info("session %s was interrupted by a restart after %d frames", session.id, session.first)
+        if self.settings.allow_unauthenticated and not self.keys:
+            log.warning("ALLOW_UNAUTHENTICATED=1 and no API key: whoever reaches this port uses the model and reads "
+                        "every session")
         self._sweep()
         if self.settings.eager_load_model and not self._loading:
             self._begin_load()
-        log.info("started: model %s (%s), sessions in %s", self.settings.served_id, self.model_status,
-                 self.settings.sessions_db_path if self.log else "memory only")
+        log.info("started: model %s (%s), sessions in %s, %d API keys", self.settings.served_id, self.model_status,
+                 self.settings.sessions_db_path if self.log else "memory only", len(self.keys))
 
     async def _resume(self, session: Session) -> None:
         """Take up an answer that a killed server left unfinished: its reply from its events now, the rest when the
@@ -5408,6 +5509,7 @@ class Server:
         if sum(g.grace is None for g in self._generations.values()) >= limit:  # those that nobody reads make room
             raise ApiError(429, f"The server has {limit} requests under way; try again shortly.", "queue_full",
                            headers={"retry-after": "2"})
+        self._make_room_for(session.owner)
         kept = Kept(reply.model, reply.created, reply.terms, chat, sampling, background,
                     None if session.result else session.asked)
         can_return = early or session.label  # else nobody could ask for it again
@@ -5427,11 +5529,33 @@ class Server:
             admission = asyncio.create_task(self._admit(generation, kept))
             admission.add_done_callback(lambda _: held.leave())
             generation.stop_work.callback(admission.cancel)  # and keeps it: the loop's own reference is weak
+            self._limit_time(generation)
         elif session.error:
             self.store.forget(session.id)
         self._make_room()
         if early and not generation.announced:
             await self._first_frame(generation)
+
+    def _make_room_for(self, owner: str) -> None:
+        """See that a key's bound leaves room for one more: what it no longer reads goes, the oldest first."""
+        limit = self.settings.max_requests_per_key or math.inf
+        if len(mine := [g for g in self._generations.values() if g.session.owner == owner]) < limit:
+            return
+        if not (unread := sorted((g for g in mine if g.grace), key=lambda g: g.grace.when())):
+            raise ApiError(429, f"This key has {limit} generations under way; wait for one or cancel it.",
+                           "rate_limit_exceeded", headers={"retry-after": "2"})
+        self._produce(unread[0], Finished("cancelled"), "nobody reads it and its key asks for another")
+
+    def spend(self, owner: str, kind: str, count: int) -> None:
+        if bucket := self.buckets[owner].get(kind):
+            bucket.take(count)
+
+    def _limit_time(self, generation: Generation) -> None:
+        if seconds := self.settings.request_timeout_seconds:
+            error = ApiError(504, f"The answer took longer than {seconds:g} s, which is all that one may take here.",
+                             "request_timeout", headers={"x-should-retry": "false"})
+            timer = self._loop.call_later(seconds, self._produce, generation, Failed(error))
+            generation.stop_work.callback(timer.cancel)
 
     async def _first_frame(self, generation: Generation) -> None:
         """Wait for it, or for as long as a client and its proxies may be left without a sign. Raises a refusal that
@@ -5615,11 +5739,13 @@ class Server:
                 self.metrics.cached_tokens.inc(cached)
             case Accepted(prompt_tokens):
                 self.metrics.prompt_tokens.inc(prompt_tokens)
+                self.spend(session.owner, "tokens", prompt_tokens)
             case Produced():
                 if generation.tries:  # it goes on
                     generation.tries = 0
                     self.store.update(session, "tries", 0)
                 self.metrics.tokens.inc()
+                self.spend(session.owner, "tokens", 1)
                 if not generation.first_at and not generation.resumed:
                     generation.first_at = time.time()
                     self.metrics.first_token.observe(generation.first_at - session.created)
@@ -5679,20 +5805,20 @@ class Server:
         await session.until()  # its last frames may be on their way to disk
 
     # -- stored answers ----------------------------------------------------------------------------------------
-    async def stored(self, id: str, prefix: str, missing: ApiError | None = None) -> tuple[Item, Item]:
+    async def stored(self, id: str, prefix: str, owner: str, missing: ApiError | None = None) -> tuple[Item, Item]:
         """What an answer was asked, and the answer as it stands. Raises `missing`, or a 404, where there is none."""
-        if not (found := await self.store.kept(id, ANYBODY) if id.startswith(prefix) else None):
+        if not (found := await self.store.kept(id, owner) if id.startswith(prefix) else None):
             words = "There is no stored answer of that id, or it has expired."
             raise missing or ApiError(404, words, "not_found", "id")
         generation = self._generations.get(id)
         return found[0], generation.reply.result() if generation else found[1]
 
-    async def delete(self, id: str, prefix: str) -> None:
+    async def delete(self, id: str, prefix: str, owner: str) -> None:
         """Forget a stored answer; one that is being made is cancelled first."""
-        await self.stored(id, prefix)
-        if session := await self.store.find(id, ANYBODY):
+        await self.stored(id, prefix, owner)
+        if session := await self.store.find(id, owner):
             await self.cancel(session)
-        await self.stored(id, prefix)  # somebody else may have deleted it meanwhile
+        await self.stored(id, prefix, owner)  # somebody else may have deleted it meanwhile
         self.store.forget(id)
 
     async def conversation(self, body: ResponsesRequest, own: Sequence[Item],
@@ -5721,7 +5847,7 @@ class Server:
 
     async def _recalled(self, id: str, missing: ApiError, held: Body) -> tuple[Item, Item]:
         async with self._recalling:  # what is counted when it has come must not come all at once
-            asked, result = await self.stored(id, ResponseReply.prefix, missing)
+            asked, result = await self.stored(id, ResponseReply.prefix, held.owner, missing)
             held.count(_characters(asked))
             return asked, result
 
@@ -5738,9 +5864,9 @@ class Server:
                 raise missing
         return {id: found[id] for id in ids}
 
-    async def find(self, ref: str) -> Session:
+    async def find(self, ref: str, owner: str) -> Session:
         """The session of that id or label. Raises one and the same 404 for unknown, expired and somebody else's."""
-        if session := await self.store.find(ref, ANYBODY):
+        if session := await self.store.find(ref, owner):
             return session
         raise ApiError(404, "There is no such session, or it has expired.", "session_not_found")
 
@@ -5858,7 +5984,11 @@ async def the_server(request: Request) -> Server:
     return request.app.state.server
 
 
-ServerDep = Annotated[Server, Depends(the_server)]
+async def the_owner(request: Request) -> str:
+    return request.scope["body"].owner
+
+
+ServerDep, OwnerDep = Annotated[Server, Depends(the_server)], Annotated[str, Depends(the_owner)]
 
 
 def last_event_id(request: Request) -> str | None:
@@ -5917,10 +6047,10 @@ async def whole_answer(request: Request, server: Server, session: Session, heade
     return JSONResponse(session.result, headers={**headers, "x-session-id": session.id})
 
 
-async def resume_at(server: Server, event_id: str | None, named: str | None) -> tuple[Session, int]:
+async def resume_at(server: Server, owner: str, event_id: str | None, named: str | None) -> tuple[Session, int]:
     """The session and the frame that `event_id` names, or else `named` from its beginning; both must agree."""
     ref, after = parse_event_id(event_id) if event_id else (named, -1)
-    session = await server.find(ref)
+    session = await server.find(ref, owner)
     if named and named not in (session.id, session.label):
         raise ApiError(400, f"Last-Event-ID names the session `{ref}`, the request another one.",
                        "invalid_last_event_id", "Last-Event-ID")
@@ -5936,7 +6066,7 @@ async def resumed(request: Request, body: AnswerRequest, server: Server, protoco
         return None
     if not body.stream:
         raise ApiError(400, "Last-Event-ID resumes a stream: set `stream` to true.", "invalid_value", "stream")
-    session, after = await resume_at(server, event_id, body.session_id)
+    session, after = await resume_at(server, request.scope["body"].owner, event_id, body.session_id)
     if session.kind != protocol.kind:
         raise ApiError(400, f"Last-Event-ID names a session of another protocol ({session.kind}).",
                        "invalid_last_event_id", "Last-Event-ID")
@@ -5947,12 +6077,12 @@ async def respond(request: Request, server: Server, body: AnswerRequest, headers
                   *work: Any, asked: Item | None, begun: Item | None = None, background: bool = False) -> Response:
     """Begin a session with its reply, chat and sampling, and answer with what the client asked for: a stream, the whole
     answer, or, for one in the background, its beginning."""
-    session = Session(reply.id, reply.kind, body.session_id or None, stored=body.store is not False, asked=asked,
+    held = request.scope["body"]
+    session = Session(reply.id, reply.kind, body.session_id or None, held.owner, body.store is not False, asked=asked,
                       result=begun)
-    await server.begin(session, reply, *work, request.scope["body"], early=bool(body.stream) or background,
-                       background=background)
-    log.info("session %s begins (%s, request %s)", session.id, "stream" if body.stream else "json",
-             request.scope["request_id"])
+    await server.begin(session, reply, *work, held, early=bool(body.stream) or background, background=background)
+    log.info("session %s begins (%s, request %s, %s)", session.id, "stream" if body.stream else "json",
+             request.scope["request_id"], server.keys.get(held.owner, "no key"))
     if body.stream:
         return Reader(server, session, -1, bool(body.session_id), headers)
     if background:
@@ -5988,21 +6118,21 @@ async def chat_completions(request: Request, body: ChatRequest, server: ServerDe
 
 
 @router.get("/v1/chat/completions/{id}")
-async def get_chat_completion(id: str, server: ServerDep) -> dict[str, Any]:
-    asked, result = await server.stored(id, ChatReply.prefix)
+async def get_chat_completion(id: str, owner: OwnerDep, server: ServerDep) -> dict[str, Any]:
+    asked, result = await server.stored(id, ChatReply.prefix, owner)
     return result | {"metadata": asked.get("metadata")}
 
 
 @router.get("/v1/chat/completions/{id}/messages")
-async def get_chat_messages(id: str, server: ServerDep, after: str | None = None, order: Order = "asc",
+async def get_chat_messages(id: str, owner: OwnerDep, server: ServerDep, after: str | None = None, order: Order = "asc",
                             limit: Limit = 20) -> dict[str, Any]:
-    asked, _ = await server.stored(id, ChatReply.prefix)
+    asked, _ = await server.stored(id, ChatReply.prefix, owner)
     return page([{"id": f"{id}-{n}"} | message for n, message in enumerate(asked["messages"])], after, order, limit)
 
 
 @router.delete("/v1/chat/completions/{id}")
-async def delete_chat_completion(id: str, server: ServerDep) -> dict[str, Any]:
-    await server.delete(id, ChatReply.prefix)
+async def delete_chat_completion(id: str, owner: OwnerDep, server: ServerDep) -> dict[str, Any]:
+    await server.delete(id, ChatReply.prefix, owner)
     return {"id": id, "object": "chat.completion.deleted", "deleted": True}
 
 
@@ -6034,62 +6164,62 @@ async def count_input_tokens(request: Request, body: ResponsesRequest, server: S
 
 
 @router.get("/v1/responses/{id}")
-async def get_response(id: str, request: Request, server: ServerDep, stream: bool = False,
+async def get_response(id: str, request: Request, owner: OwnerDep, server: ServerDep, stream: bool = False,
                        starting_after: Annotated[int | None, Query(ge=0, lt=10**9)] = None) -> Response:
-    _, result = await server.stored(id, ResponseReply.prefix)
+    _, result = await server.stored(id, ResponseReply.prefix, owner)
     if starting_after is not None and not stream:
         raise invalid_value("starting_after", "set `stream` to true with it")
     if not stream:
         return JSONResponse(result)
     event_id = last_event_id(request) or (None if starting_after is None else f"{id}:{starting_after}")
-    return Reader(server, *await resume_at(server, event_id, id), True, {})
+    return Reader(server, *await resume_at(server, owner, event_id, id), True, {})
 
 
 @router.post("/v1/responses/{id}/cancel")
-async def cancel_response(id: str, server: ServerDep) -> dict[str, Any]:
-    session = await server.store.find(id, ANYBODY)
+async def cancel_response(id: str, owner: OwnerDep, server: ServerDep) -> dict[str, Any]:
+    session = await server.store.find(id, owner)
     if session and session.kind == ResponseReply.kind:
         await server.cancel(session)
         if session.result:
             return session.result
-    return (await server.stored(id, ResponseReply.prefix))[1]
+    return (await server.stored(id, ResponseReply.prefix, owner))[1]
 
 
 @router.delete("/v1/responses/{id}")
-async def delete_response(id: str, server: ServerDep) -> dict[str, Any]:
-    await server.delete(id, ResponseReply.prefix)
+async def delete_response(id: str, owner: OwnerDep, server: ServerDep) -> dict[str, Any]:
+    await server.delete(id, ResponseReply.prefix, owner)
     return {"id": id, "object": "response", "deleted": True}
 
 
 @router.get("/v1/responses/{id}/input_items")
-async def get_input_items(id: str, server: ServerDep, after: str | None = None, order: Order = "desc",
+async def get_input_items(id: str, owner: OwnerDep, server: ServerDep, after: str | None = None, order: Order = "desc",
                           limit: Limit = 20) -> dict[str, Any]:
-    asked, _ = await server.stored(id, ResponseReply.prefix)
+    asked, _ = await server.stored(id, ResponseReply.prefix, owner)
     return page(asked["input"], after, order, limit)
 
 
 # -- sessions, models, the server's state ----------------------------------------------------------------------
 @router.get("/v1/sessions")
-async def list_sessions(server: ServerDep) -> dict[str, Any]:
-    return {"object": "list", "data": [s.view for s in await server.store.list(ANYBODY)]}
+async def list_sessions(owner: OwnerDep, server: ServerDep) -> dict[str, Any]:
+    return {"object": "list", "data": [s.view for s in await server.store.list(owner)]}
 
 
 @router.get("/v1/sessions/{ref}")
-async def get_session(ref: str, server: ServerDep) -> dict[str, Any]:
-    return (await server.find(ref)).view
+async def get_session(ref: str, owner: OwnerDep, server: ServerDep) -> dict[str, Any]:
+    return (await server.find(ref, owner)).view
 
 
 @router.get("/v1/sessions/{ref}/events")
-async def session_events(ref: str, request: Request, server: ServerDep) -> Response:
-    session, after = await resume_at(server, last_event_id(request), ref)
+async def session_events(ref: str, request: Request, owner: OwnerDep, server: ServerDep) -> Response:
+    session, after = await resume_at(server, owner, last_event_id(request), ref)
     if session.closed and 0 <= after == session.count - 1:
         return Response(status_code=204)  # what stops an EventSource
     return Reader(server, session, after, True, {})
 
 
 @router.post("/v1/cancel/{ref}")
-async def cancel(ref: str, server: ServerDep) -> dict[str, Any]:
-    session = await server.find(ref)
+async def cancel(ref: str, owner: OwnerDep, server: ServerDep) -> dict[str, Any]:
+    session = await server.find(ref, owner)
     await server.cancel(session)
     return {"id": session.id, "object": "session", "status": session.status, "ok": True}
 
@@ -6129,43 +6259,171 @@ async def ready(server: ServerDep) -> JSONResponse:
 MEDIA_ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens")
 
 
+MAX_HEADERS, MAX_HEADER_BYTES = 100, 32_768  # of a request, its path and query among them
+FORWARDED = ("x-forwarded-for", "forwarded", "x-real-ip")  # what proxies write
+EXPOSED = ("x-session-id", "x-request-id", "x-ignored-fields", "x-should-retry", "retry-after",
+           *itertools.chain(*RATE_HEADERS.values()))  # headers that web pages may read
+
+
 class Door(FastAPI):
-    """What holds for every request: an id, a bounded body, and an OpenAI error object whatever happens. It stands
-    outside the framework's own error handling, so that even a crash carries the request's id."""
+    """What holds for every request: an id, a caller who may call, bounds, and an OpenAI error object whatever happens.
+    It stands outside the framework's own error handling, so that even a crash carries the request's id."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            bound_waiting(getattr(getattr(receive, "__self__", None), "config", None), self)  # uvicorn's
         if scope["type"] != "http":
             return await super().__call__(scope, receive, send)
-        headers = Headers(scope=scope)
-        body = scope["body"] = Body(self.state.server, receive, scope["path"] in MEDIA_ROUTES)
+        server = self.state.server
+        body = scope["body"] = Body(server, receive, scope["path"] in MEDIA_ROUTES)
         holding = contextlib.ExitStack()
         holding.callback(body.leave)
-        given = headers.get("x-request-id", "")
+        given = Headers(scope=scope).get("x-request-id", "")
         scope["transport"] = getattr(getattr(send, "__self__", None), "transport", None)  # uvicorn's
         scope["request_id"] = given if re.fullmatch(r"[A-Za-z0-9_.:-]{1,128}", given) else secrets.token_hex(16)
 
-        async def send_with_id(message: Any) -> None:
+        async def send_with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
                 holding.close()
                 route = getattr(scope.get("route"), "path", "none")  # as it is declared: names and ids are no labels
-                self.state.server.metrics.requests.labels(route, message["status"]).inc()
-                MutableHeaders(scope=message).append("x-request-id", scope["request_id"])
+                server.metrics.requests.labels(route, message["status"]).inc()
+                MutableHeaders(scope=message).update({"x-request-id": scope["request_id"], **allowance(scope, server)})
             await send(message)
 
-        announced, kind = headers.get("content-length", "0"), headers.get("content-type", "")
-        refusal = body.too_large(body.limit) if int(announced) > body.limit else None
-        is_json = re.match(r"application/([\w.-]+\+)?json\s*(;|$)", kind, re.IGNORECASE)
-        if not refusal and not is_json and (announced != "0" or "transfer-encoding" in headers):
-            # Also where a route reads no body: a web page can send text without asking.
-            refusal = ApiError(415, "Send JSON, with the header `Content-Type: application/json`.", "not_json")
         try:
-            if refusal:
-                return await (await on_http_error(Request(scope), refusal))(scope, receive, send_with_id)
-            await super().__call__(scope, body.receive, send_with_id)
+            await self.state.cors(scope, body.receive, send_with_headers)
         except Exception:  # the framework has answered 500 where it still could
             log.exception("request %s failed", scope["request_id"])
         finally:
             holding.close()
+
+    async def enter(self, scope: Any, receive: Any, send: Any) -> None:
+        """Let in what may come in. CORS stands outside of this: web pages can read refusals, a preflight has no key."""
+        try:
+            check_request(scope, Headers(scope=scope), self.state.server)
+        except ApiError as refusal:
+            return await (await on_http_error(Request(scope), refusal))(scope, receive, send)
+        await super().__call__(scope, receive, send)
+
+
+def bound_waiting(config: Any, app: Door) -> None:
+    """Have uvicorn drop connections that do not bring a request's headers in time; it would wait for ever. Before the
+    first request nothing knows of a connection but the factory of its protocol, so the clock is started there."""
+    make = getattr(config, "http_protocol_class", None)
+
+    def connected(**options: Any) -> Any:
+        protocol, seconds = make(**options), app.state.server.settings.send_timeout_seconds
+
+        def look(seen: Any) -> None:
+            cycle, transport = getattr(protocol, "cycle", protocol), protocol.transport
+            waits = cycle is None or getattr(cycle, "response_complete", False)
+            if waits and cycle is seen and transport:  # as it did when we looked before, and nothing came between
+                transport.abort()
+            elif transport and not transport.is_closing():
+                loop.call_later(seconds, look, cycle if waits else look)
+
+        loop = asyncio.get_running_loop()
+        loop.call_later(seconds, look, None)
+        return protocol
+
+    if make:
+        config.http_protocol_class = connected
+
+
+def check_request(scope: Any, headers: Headers, server: Server) -> None:
+    """Raise an ApiError for what must not come in, before anything is read or done for it."""
+    body, settings, writes = scope["body"], server.settings, scope["method"] not in ("GET", "HEAD", "OPTIONS")
+    check_headers(scope)
+    if scope["path"] != "/health" or writes:  # which says nothing, and is asked by who has no key
+        body.owner = caller(scope, headers, server)
+        scope["is_known"] = True
+        for host in headers.getlist("host"):
+            check_host(host, settings)
+        if writes and "origin" in headers:
+            check_origin(headers["origin"], headers.get("host", ""), settings)
+    check_body(headers, body)
+    if writes and scope["path"] in MEDIA_ROUTES and not last_event_id(Request(scope)):
+        take_turn(server.buckets[body.owner])  # who comes back for the rest of a stream asks for nothing new
+
+
+def check_headers(scope: Any) -> None:
+    parts = [scope.get("raw_path") or b"", scope["query_string"], *itertools.chain(*scope["headers"])]
+    if len(scope["headers"]) > MAX_HEADERS or sum(map(len, parts)) > MAX_HEADER_BYTES:
+        raise ApiError(431, f"A request has at most {MAX_HEADERS} headers, of {MAX_HEADER_BYTES} bytes with its path.",
+                       "headers_too_large", headers={"connection": "close"})
+
+
+def caller(scope: Any, headers: Headers, server: Server) -> str:
+    """The owner that a request's key stands for. Without keys it is anybody on this machine, as far as that can be
+    known: what a proxy brings comes from anywhere."""
+    if not server.keys:
+        address = address_of((scope.get("client") or ("",))[0])
+        is_here = address is not None and address.is_loopback and set(FORWARDED).isdisjoint(headers.keys())
+        if not is_here and not server.settings.allow_unauthenticated:
+            raise ApiError(403, "This server has no API keys and serves its own machine only. Whoever runs it can set "
+                           "API_KEY, or ALLOW_UNAUTHENTICATED=1 to serve everybody.", "local_only")
+        return ANYBODY
+    bearer = re.fullmatch(r"bearer +(.+)", headers.get("authorization", ""), re.IGNORECASE)
+    given = (bearer[1] if bearer else headers.get("x-api-key", "")).strip()
+    asked = owner_of(given.encode("latin-1"))  # the bytes that came
+    if not any([hmac.compare_digest(asked, owner) for owner in server.keys]):  # each of them, whichever it is
+        words = ("Incorrect API key provided." if given else "You didn't provide an API key. You need to provide your "
+                 "API key in an Authorization header using Bearer auth (i.e. Authorization: Bearer YOUR_KEY).")
+        raise ApiError(401, words, "invalid_api_key", headers={"www-authenticate": "Bearer"})
+    return asked
+
+
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a host is, if it is no name."""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        return getattr(address, "ipv4_mapped", None) or address
+
+
+def check_host(host: str, settings: Settings) -> None:
+    """Refuse a name that nobody gave this server: a web page's own name may be made to lead here, past all of CORS."""
+    parts = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]+))(:\d*)?", host)
+    name = (parts[1] or parts[2]).lower() if parts else ""
+    if name not in {"localhost", *listed(settings.allowed_hosts.lower())} and not address_of(name):
+        raise ApiError(403, "This server is not known by that name. Whoever runs it can add it to ALLOWED_HOSTS.",
+                       "host_not_allowed")
+
+
+def check_origin(origin: str, host: str, settings: Settings) -> None:
+    """Refuse to write for a web page that is neither listed nor from here: browsers send some requests unasked."""
+    home = origin.partition("://")[2].lower()  # nothing for `null`
+    if origin not in listed(settings.cors_origins) and (not home or home != host.lower()):
+        raise ApiError(403, "This web page may not call this server. Whoever runs it can add the page's origin to "
+                       "CORS_ORIGINS.", "origin_not_allowed")
+
+
+def check_body(headers: Headers, body: Body) -> None:
+    announced, kind = headers.get("content-length", "0"), headers.get("content-type", "")
+    if int(announced) > body.limit:
+        raise body.too_large(body.limit)
+    is_json = re.match(r"application/([\w.-]+\+)?json\s*(;|$)", kind, re.IGNORECASE)
+    if not is_json and (announced != "0" or "transfer-encoding" in headers):
+        # Also where a route reads no body: a web page can send text without asking.
+        raise ApiError(415, "Send JSON, with the header `Content-Type: application/json`.", "not_json")
+
+
+def take_turn(buckets: Mapping[str, Bucket]) -> None:
+    """Count a request. Raises ApiError 429 where a bucket has run dry."""
+    for kind, bucket in buckets.items():
+        if seconds := math.ceil(bucket.seconds_until(1)):
+            raise ApiError(429, f"This key has had its {bucket.limit} {kind} of this minute; try again in {seconds} s.",
+                           "rate_limit_exceeded", headers={"retry-after": str(seconds)})
+    if "requests" in buckets:
+        buckets["requests"].take(1)
+
+
+def allowance(scope: Any, server: Server) -> dict[str, str]:
+    """The headers that tell a caller what is left of the limits, as OpenAI spells them."""
+    said = dict[str, str]()
+    for kind, bucket in server.buckets[scope["body"].owner].items() if "is_known" in scope else ():
+        left, full = max(0, int(bucket.take())), bucket.seconds_until(bucket.limit)
+        said |= zip(RATE_HEADERS[kind], (str(bucket.limit), str(left), f"{full:.3f}s"), strict=True)
+    return said
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -6220,6 +6478,8 @@ def create_app(settings: Settings | None = None, load: Load = load_model) -> Fas
         if not log.hasHandlers():  # else the operator has set up logging
             logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
         server = app.state.server = Server(chosen, load)
+        app.state.cors = CORSMiddleware(app.enter, listed(chosen.cors_origins), ("GET", "POST", "DELETE"), ("*",),
+                                        expose_headers=EXPOSED)
         await server.start()
         with signals_reach(server.drain, chosen.shutdown_grace_seconds + 4):
             yield

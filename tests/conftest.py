@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx2
 import pytest
 import uvicorn
-from fastapi.testclient import TestClient
+from fastapi import testclient
 from openai import OpenAI
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,6 +23,13 @@ sys.path.insert(0, str(ROOT))
 import main  # noqa: E402
 
 END = 0  # the scripted model's end-of-sequence token
+
+
+class TestClient(testclient.TestClient):
+    """A client of an app in process, who calls it by a name that it goes by, from its own machine."""
+
+    def __init__(self, app, client=("127.0.0.1", 50_000), **options):
+        super().__init__(app, base_url="http://localhost", client=client, **options)
 
 
 class ScriptedModel:

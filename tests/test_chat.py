@@ -34,7 +34,7 @@ def ai(request, client, live):
     def make(model, **settings):
         if request.param == "over a socket":
             return sdk(live(model, **settings))
-        return sdk("http://testserver", http_client=client(model, **settings))
+        return sdk("http://localhost", http_client=client(model, **settings))
 
     return make
 

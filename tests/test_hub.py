@@ -11,8 +11,7 @@ from pathlib import Path
 import httpx2
 import pytest
 import tiny
-from conftest import ROOT, Process, chat, free_port, main, wait_until
-from fastapi.testclient import TestClient
+from conftest import ROOT, Process, TestClient, chat, free_port, main, wait_until
 from safetensors.torch import load_file, save_file
 
 CHAT, PYTHON_MAIN = "/v1/chat/completions", (sys.executable, "main.py")

@@ -5,8 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
-from conftest import ROOT, Process, chat, main, parse_sse, sdk, text_of, wait_until
-from fastapi.testclient import TestClient
+from conftest import ROOT, Process, TestClient, chat, main, parse_sse, sdk, text_of, wait_until
 
 CHAT = "/v1/chat/completions"
 MODEL = "demo"

@@ -13,8 +13,7 @@ from contextlib import closing
 import httpx2
 import openai
 import pytest
-from conftest import ROOT, SCRIPTED_SERVER, Process, ScriptedModel, main, parse_sse, sdk, wait_until
-from fastapi.testclient import TestClient
+from conftest import ROOT, SCRIPTED_SERVER, Process, ScriptedModel, TestClient, main, parse_sse, sdk, wait_until
 from openai import pydantic_function_tool
 from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
@@ -131,7 +130,7 @@ def say(model, steps=1000):
 
 def official(http):
     """The official client, over a client of ours."""
-    return sdk("http://testserver", http_client=http)
+    return sdk("http://localhost", http_client=http)
 
 
 def post(http, input=ASK, status=200, **fields):
@@ -1484,7 +1483,7 @@ def test_a_deleted_session_does_not_come_back_with_rows_that_were_on_their_way(r
     async def race():
         listing = asyncio.ensure_future(server.store.list(main.ANYBODY))
         await asyncio.sleep(0)  # it has asked for the rows
-        await server.delete(id, "resp_")
+        await server.delete(id, "resp_", main.ANYBODY)
         await listing
 
     http.portal.call(race)

@@ -255,8 +255,8 @@ def test_a_second_interrupt_exits_at_once(scripted):
 
 
 @pytest.mark.parametrize("sent", [
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{",
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n", b""], ids=["half a body", "half a header", "nothing"])
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: [::1]\r\n", b""], ids=["half a body", "half a header", "nothing"])
 def test_a_client_that_never_finishes_its_request_holds_no_exit(scripted, sent):
     server = scripted(SHUTDOWN_GRACE_SECONDS=0)
     with socket.create_connection(("127.0.0.1", server.port)) as client:
@@ -273,7 +273,7 @@ def test_a_client_that_never_reads_holds_no_exit(scripted, tmp_path, timeout):
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(("127.0.0.1", server.port))
         body = json.dumps(chat(stream=True, session_id="deaf")).encode()
-        deaf.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        deaf.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
                      b"content-length: %d\r\n\r\n%s" % (len(body), body))
         wait_until(lambda: httpx2.get(f"{server.base}/v1/sessions/deaf").json().get("status") == "completed", 60)
         if timeout < 1:

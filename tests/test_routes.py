@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
-from conftest import ScriptedModel, chat, main, parse_sse, running_app, wait_until
-from fastapi.testclient import TestClient
+from conftest import ScriptedModel, TestClient, chat, main, parse_sse, running_app, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 URL = "/v1/chat/completions"

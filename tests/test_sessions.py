@@ -16,8 +16,7 @@ from urllib.parse import quote
 import httpx2
 import openai
 import pytest
-from conftest import SCRIPTED_SERVER, ScriptedModel, chat, main, parse_sse, running_app, text_of, wait_until
-from fastapi.testclient import TestClient
+from conftest import SCRIPTED_SERVER, ScriptedModel, TestClient, chat, main, parse_sse, running_app, text_of, wait_until
 from openai import OpenAI
 
 CHAT = "/v1/chat/completions"
@@ -392,7 +391,7 @@ def test_the_official_sdk_tries_a_taken_label_once(client):
     finish(http)
     sent = []
     http.event_hooks = {"request": [sent.append]}
-    sdk = OpenAI(base_url="http://testserver/v1", api_key="none", http_client=http, max_retries=2)
+    sdk = OpenAI(base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=2)
 
     with pytest.raises(openai.ConflictError):
         sdk.chat.completions.create(**chat(), extra_body={"session_id": "s1"})

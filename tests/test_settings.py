@@ -17,6 +17,7 @@ RANGES = {  # name: (values at the edge of what is allowed, values beyond it)
     "temperature": (["0", "2"], ["-0.01", "2.01"]),
     "max_concurrent_requests": (["1"], ["0"]),
     "max_queued_requests": (["0"], ["-1"]),
+    **{name: (["1"], ["0", "-1"]) for name in ("max_requests_per_key", "rate_limit_requests", "rate_limit_tokens")},
     "max_batch_tokens": (["16"], ["15"]),
     "kv_cache_fraction": (["0.01", "1"], ["0", "1.01"]),
     "max_video_frames": (["1"], ["0"]),
@@ -30,16 +31,16 @@ RANGES = {  # name: (values at the edge of what is allowed, values beyond it)
         "sessions_ttl_seconds", "responses_ttl_seconds",
         "responses_max_mib", "session_buffer_mib", "sessions_buffer_mib", "keepalive_seconds", "send_timeout_seconds",
         "max_image_mib", "max_audio_mib", "max_video_mib", "max_image_megapixels", "max_audio_seconds",
-        "media_fetch_seconds")},
+        "media_fetch_seconds", "request_timeout_seconds", "body_timeout_seconds")},
 }
 CHOICES = {
     "log_level": ["DEBUG", "INFO", "WARNING", "ERROR"], "torch_dtype": ["auto", "float32", "bfloat16", "float16"],
     "quantization": ["none", "int8", "int4", "bnb-4bit", "bnb-8bit"], "sse_ids": ["always", "session"],
 }
-SWITCHES = ["trust_remote_code", "eager_load_model", "strict_model", "media_urls", "persist_sessions",
-            "compile"]
+SWITCHES = ["trust_remote_code", "allow_pickle", "allow_unauthenticated", "eager_load_model", "strict_model", "media_urls",
+            "persist_sessions", "compile"]
 TEXTS = ["host", "model_repo_id", "models_dir", "hf_token", "device_map", "media_allow_hosts", "media_root",
-         "sessions_db_path"]
+         "sessions_db_path", "api_key", "api_keys_file", "allowed_hosts", "cors_origins"]
 
 
 def read(name, value):
@@ -85,8 +86,18 @@ def test_a_switch_is_read_from_digits_and_words(name, value, meaning):
 
 @pytest.mark.parametrize("name", main.Settings.model_fields)
 def test_an_empty_value_means_none_where_none_is_allowed_and_the_default_elsewhere(name):
-    none_allowed = name in ("hf_token", "temperature", "max_context_tokens", "media_root")
+    none_allowed = name in ("hf_token", "temperature", "max_context_tokens", "media_root", "api_key", "api_keys_file")
     assert read(name, "") == (None if none_allowed else main.Settings.model_fields[name].default)
+
+
+@pytest.mark.parametrize("name,taken,refused", [
+    ("allowed_hosts", ["models", "a.example, b-c.example", "a,"], ["a b", "a:80", "*", "http://a"]),
+    ("cors_origins", ["https://a.example", "http://localhost:5173, app://x"], ["*", "a.example", "https://a/b", "null"])])
+def test_a_list_is_taken_with_commas_and_nothing_else(name, taken, refused):
+    assert [read(name, value) for value in taken] == taken
+    for value in refused:
+        with pytest.raises(ValidationError):
+            read(name, value)
 
 
 def test_settings_cannot_be_changed_after_they_were_read():
@@ -146,7 +157,7 @@ ENV_AT_START = """
 import os, main
 print(os.environ.get("MODEL_REPO_ID"))
 from fastapi.testclient import TestClient
-with TestClient(main.app) as client:
+with TestClient(main.app, "http://localhost", client=("127.0.0.1", 1)) as client:
     print(client.get("/v1/models").json()["data"][0]["id"])
 """
 

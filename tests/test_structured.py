@@ -6,8 +6,7 @@ import re
 
 import openai
 import pytest
-from conftest import ROOT, chat, main, sdk, text_of
-from fastapi.testclient import TestClient
+from conftest import ROOT, TestClient, chat, main, sdk, text_of
 from pydantic import BaseModel
 
 URL = "/v1/chat/completions"
@@ -25,7 +24,7 @@ def http(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ai(http):
-    return openai.OpenAI(base_url="http://testserver/v1", api_key="none", max_retries=0, http_client=http)
+    return openai.OpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=http)
 
 
 def ask(http, **fields):

@@ -7,8 +7,7 @@ from typing import get_type_hints
 
 import httpx2
 import pytest
-from conftest import ScriptedModel, chat, main, running_app, wait_until
-from fastapi.testclient import TestClient
+from conftest import ScriptedModel, TestClient, chat, main, running_app, wait_until
 from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params
 from openai.types.responses.input_token_count_params import InputTokenCountParams
@@ -386,7 +385,7 @@ def test_a_body_may_be_as_large_as_its_media(client, caplog):
 def test_a_body_that_stands_still_is_left(live):
     host, port = live(ScriptedModel("a"), send_timeout_seconds=0.2).removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as slow:
-        head = f"POST {URL} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{{"
+        head = f"POST {URL} HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{{"
         slow.sendall(head.encode())
         assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
 
@@ -423,7 +422,7 @@ def test_large_bodies_are_bounded_together(live, monkeypatch):
     host, port = base.removeprefix("http://").split(":")
     body = film(4 * MIB)
     with socket.create_connection((host, int(port)), timeout=30) as slow:
-        head = f"POST {URL} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        head = f"POST {URL} HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         slow.sendall(head.encode() + b"\r\n\r\n" + body[:-1])
         wait_until(lambda: httpx2.post(f"{base}{URL}", content=body, timeout=30, headers={
             "content-type": "application/json"}).status_code == 429)
@@ -447,7 +446,7 @@ def test_a_body_beyond_the_cap_is_refused_before_it_has_come(live, start):
     assert httpx2.post(f"{base}{URL}", json=chat(), timeout=30).status_code == 200  # it is known to take no media
     host, port = base.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection:
-        connection.sendall(f"POST {URL} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode() + start)
+        connection.sendall(f"POST {URL} HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n".encode() + start)
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
