@@ -2071,7 +2071,7 @@ LOAD_CAUSES = (  # phrases and names of errors, which a model's own name hardly 
      "DEVICE_MAP names a device that this machine does not have"),
     ("trust_remote_code|custom code", "it ships its own code, which TRUST_REMOTE_CODE=0 forbids"),
     ("named model.safetensors found|loaded with `safetensors`",
-     "it has no weights as safetensors. Pickles, which can run code when they are read, are taken with ALLOW_PICKLE=1"),
+     "it has no weights as safetensors; pickles, which can run code when they are read, are taken with ALLOW_PICKLE=1"),
     ("no file named|not appear to have|unrecognized model|no such file|backend tokenizer|valid json",
      "files are missing or of an unknown kind: a model folder holds config.json, a tokenizer and safetensors"),
 )
@@ -6351,6 +6351,10 @@ def check_headers(scope: Any) -> None:
     if len(scope["headers"]) > MAX_HEADERS or sum(map(len, parts)) > MAX_HEADER_BYTES:
         raise ApiError(431, f"A request has at most {MAX_HEADERS} headers, of {MAX_HEADER_BYTES} bytes with its path.",
                        "headers_too_large", headers={"connection": "close"})
+    if len({name for name, _ in scope["headers"]} & {b"content-length", b"transfer-encoding"}) == 2:
+        # Somebody before us may have read it as the other length says, and take its rest for another request.
+        raise ApiError(400, "Content-Length and Transfer-Encoding exclude each other.", "invalid_request",
+                       headers={"connection": "close"})
 
 
 def caller(scope: Any, headers: Headers, server: Server) -> str:

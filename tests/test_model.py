@@ -636,11 +636,21 @@ def test_a_folder_is_loaded_and_named_by_its_last_part(folder, model):
     assert prompt_of(loaded, chat(("user", "hi"))) == prompt_of(model("llama"), chat(("user", "hi")))
 
 
-def test_a_folder_with_torch_weights_only_is_loaded(folder, model, tmp_path):
+@pytest.fixture
+def pickled(folder, tmp_path):
+    """A folder whose weights are a pickle."""
     shutil.copytree(folder, tmp_path / "bin")
     (tmp_path / "bin" / "model.safetensors").unlink()
     torch.save(tiny.network("llama").state_dict(), tmp_path / "bin" / "pytorch_model.bin")
-    assert answer(load(tmp_path / "bin")) == answer(model("llama"))
+    return tmp_path / "bin"
+
+
+def test_weights_that_are_only_pickles_are_refused_with_the_setting_that_takes_them(pickled):
+    assert "ALLOW_PICKLE=1" in failure(pickled).detail
+
+
+def test_weights_that_are_only_pickles_are_loaded_where_the_operator_allows_it(pickled, model):
+    assert answer(load(pickled, allow_pickle=True)) == answer(model("llama"))
 
 
 @pytest.mark.parametrize(("name", "source"), [
@@ -755,7 +765,7 @@ def broken(folder, **changes):
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"config__json": None}, "files are missing"), ({"model__safetensors": None}, "files are missing"),
+    ({"config__json": None}, "files are missing"), ({"model__safetensors": None}, "no weights as safetensors"),
     ({"model__safetensors": "no weights"}, ""), ({"config__json": "{"}, "")],
     ids=["no config", "no weights", "bad weights", "bad config"])
 def test_a_broken_folder_is_explained_without_its_path(checkpoint, changes, words):

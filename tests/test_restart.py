@@ -255,7 +255,7 @@ def test_a_second_interrupt_exits_at_once(scripted):
 
 
 @pytest.mark.parametrize("sent", [
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n",
     b"POST /v1/chat/completions HTTP/1.1\r\nhost: [::1]\r\n", b""], ids=["half a body", "half a header", "nothing"])
 def test_a_client_that_never_finishes_its_request_holds_no_exit(scripted, sent):
     server = scripted(SHUTDOWN_GRACE_SECONDS=0)
