@@ -47,6 +47,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -6256,7 +6257,7 @@ async def ready(server: ServerDep) -> JSONResponse:
 
 
 # -- the outermost layer ---------------------------------------------------------------------------------------
-MEDIA_ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens")
+MEDIA_ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens")  # two that answer, one counts
 
 
 MAX_HEADERS, MAX_HEADER_BYTES = 100, 32_768  # of a request, its path and query among them
@@ -6313,20 +6314,22 @@ def bound_waiting(config: Any, app: Door) -> None:
 
     def connected(**options: Any) -> Any:
         protocol, seconds = make(**options), app.state.server.settings.send_timeout_seconds
+        loop, alive = asyncio.get_running_loop(), weakref.ref(protocol)  # a clock must not keep what has closed
 
-        def look(seen: Any) -> None:
-            cycle, transport = getattr(protocol, "cycle", protocol), protocol.transport
-            waits = cycle is None or getattr(cycle, "response_complete", False)
-            if waits and cycle is seen and transport:  # as it did when we looked before, and nothing came between
-                transport.abort()
-            elif transport and not transport.is_closing():
-                loop.call_later(seconds, look, cycle if waits else look)
+        def look(before: Callable[[], Any]) -> None:
+            transport = getattr(alive(), "transport", None)
+            if transport is None or transport.is_closing():
+                return
+            cycle = getattr(alive(), "cycle", None)  # the last request, if there was one
+            waits = cycle is None or cycle.response_complete
+            if waits and cycle is before():  # as it did when we looked before, and no request came between
+                return transport.abort()
+            loop.call_later(seconds, look, weakref.ref(cycle) if waits else lambda: look)
 
-        loop = asyncio.get_running_loop()
-        loop.call_later(seconds, look, None)
+        loop.call_later(seconds, look, lambda: None)
         return protocol
 
-    if make:
+    if make and not config.http2:
         config.http_protocol_class = connected
 
 
@@ -6342,8 +6345,9 @@ def check_request(scope: Any, headers: Headers, server: Server) -> None:
         if writes and "origin" in headers:
             check_origin(headers["origin"], headers.get("host", ""), settings)
     check_body(headers, body)
-    if writes and scope["path"] in MEDIA_ROUTES and not last_event_id(Request(scope)):
-        take_turn(server.buckets[body.owner])  # who comes back for the rest of a stream asks for nothing new
+    resumes = scope["path"] in MEDIA_ROUTES[:2] and last_event_id(Request(scope))  # and asks for nothing new
+    if writes and scope["path"] in MEDIA_ROUTES and not resumes:
+        take_turn(server.buckets[body.owner])
 
 
 def check_headers(scope: Any) -> None:

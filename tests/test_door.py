@@ -1,6 +1,7 @@
 """The door: who may come in, by which name, how often, and what is turned away before any work is done for it."""
 import ast
 import contextlib
+import gc
 import inspect
 import json
 import logging
@@ -485,6 +486,27 @@ def test_the_second_request_of_a_connection_has_to_bring_its_headers_too(live):
         assert is_left(slow)
 
 
+def test_a_connection_that_keeps_asking_is_kept(live):
+    with httpx2.Client(base_url=live(ScriptedModel("a"), send_timeout_seconds=0.3), timeout=30) as http:
+        places = set()
+        for _ in range(12):
+            places.add(http.get("/health").extensions["network_stream"].get_extra_info("client_addr"))
+            time.sleep(0.1)
+    assert len(places) == 1
+
+
+def test_closed_connections_are_forgotten_before_their_clock_strikes(live):
+    base = live(ScriptedModel("a"))
+    for _ in range(20):
+        httpx2.get(f"{base}/health")
+
+    def left():
+        gc.collect()
+        return sum(type(thing).__name__ in ("H11Protocol", "HttpToolsProtocol") for thing in gc.get_objects()) < 3
+
+    wait_until(left)
+
+
 def test_a_stream_is_not_taken_for_a_connection_that_waits(live):
     model = ScriptedModel("a", "b", gated=True)
     base = live(model, send_timeout_seconds=0.2, keepalive_seconds=0.05)
@@ -629,6 +651,7 @@ def test_who_comes_back_for_the_rest_of_a_stream_is_never_sent_away(client):
     assert served.post(CHAT, json=chat()).status_code == 429
     assert served.post(CHAT, json=body, headers={"last-event-id": "mine:0"}).status_code == 200
     assert served.get("/v1/sessions/mine/events").status_code == 200
+    assert served.post(COUNT, json={"input": "hi"}, headers={"last-event-id": "mine:0"}).status_code == 429
 
 
 def test_a_key_has_so_many_generations_under_way_and_the_others_have_theirs(live):
