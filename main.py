@@ -265,7 +265,7 @@ def read_keys(settings: Settings) -> dict[str, str]:
     names = {key: f"key {n}" for n, key in enumerate(keys, 1)}
     if settings.api_keys_file:
         try:
-            lines = settings.api_keys_file.read_text(encoding="utf-8").splitlines()
+            lines = settings.api_keys_file.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "it is no text"
             raise SystemExit(f"API_KEYS_FILE cannot be read: {why}.") from None
@@ -6257,7 +6257,8 @@ async def ready(server: ServerDep) -> JSONResponse:
 
 
 # -- the outermost layer ---------------------------------------------------------------------------------------
-MEDIA_ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens")  # two that answer, one counts
+ANSWER_ROUTES = ("/v1/chat/completions", "/v1/responses")
+MEDIA_ROUTES = (*ANSWER_ROUTES, "/v1/responses/input_tokens")
 
 
 MAX_HEADERS, MAX_HEADER_BYTES = 100, 32_768  # of a request, its path and query among them
@@ -6345,7 +6346,7 @@ def check_request(scope: Any, headers: Headers, server: Server) -> None:
         if writes and "origin" in headers:
             check_origin(headers["origin"], headers.get("host", ""), settings)
     check_body(headers, body)
-    resumes = scope["path"] in MEDIA_ROUTES[:2] and last_event_id(Request(scope))  # and asks for nothing new
+    resumes = scope["path"] in ANSWER_ROUTES and last_event_id(Request(scope))  # and asks for nothing new
     if writes and scope["path"] in MEDIA_ROUTES and not resumes:
         take_turn(server.buckets[body.owner])
 
@@ -6400,7 +6401,7 @@ def check_host(host: str, settings: Settings) -> None:
 def check_origin(origin: str, host: str, settings: Settings) -> None:
     """Refuse to write for a web page that is neither listed nor from here: browsers send some requests unasked."""
     home = origin.partition("://")[2].lower()  # nothing for `null`
-    if origin not in listed(settings.cors_origins) and (not home or home != host.lower()):
+    if origin.lower() not in listed(settings.cors_origins.lower()) and (not home or home != host.lower()):
         raise ApiError(403, "This web page may not call this server. Whoever runs it can add the page's origin to "
                        "CORS_ORIGINS.", "origin_not_allowed")
 
@@ -6486,8 +6487,8 @@ def create_app(settings: Settings | None = None, load: Load = load_model) -> Fas
         if not log.hasHandlers():  # else the operator has set up logging
             logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
         server = app.state.server = Server(chosen, load)
-        app.state.cors = CORSMiddleware(app.enter, listed(chosen.cors_origins), ("GET", "POST", "DELETE"), ("*",),
-                                        expose_headers=EXPOSED)
+        pages = listed(chosen.cors_origins.lower())
+        app.state.cors = CORSMiddleware(app.enter, pages, ("GET", "POST", "DELETE"), ("*",), expose_headers=EXPOSED)
         await server.start()
         with signals_reach(server.drain, chosen.shutdown_grace_seconds + 4):
             yield

@@ -116,7 +116,8 @@ def test_the_official_client_knows_a_refusal_and_comes_in_with_a_key(live):
 
 
 def test_keys_come_from_a_file_with_names_and_stand_beside_those_of_the_environment(client, tmp_path, caplog):
-    (tmp_path / "keys").write_text(f"# who may come in\nalice:{A}\n\n  {B}  \nwith:colons:{A}\n", encoding="utf-8")
+    lines = f"\ufeff# who may come in\nalice:{A}\n\n  {B}  \nwith:colons:{A}\n"  # with a BOM, as Windows writes it
+    (tmp_path / "keys").write_text(lines, encoding="utf-8")
     served = client(ScriptedModel("fine"), api_key="sk-third", api_keys_file=tmp_path / "keys")
     for given, status in ((A, 200), (B, 200), ("sk-third", 200), (f"colons:{A}", 200), ("alice", 401)):
         assert served.get("/v1/models", headers=key(given)).status_code == status
@@ -351,7 +352,7 @@ PAGE = "https://chat.example"
 @pytest.fixture
 def paged(client):
     """A server that the pages of PAGE may use."""
-    return client(ScriptedModel("fine"), cors_origins=f"{PAGE}, app://desk")
+    return client(ScriptedModel("fine"), cors_origins=f"{PAGE.title()}, app://desk")
 
 
 WRITES = [route for route in ROUTES if route[0] not in ("GET", "HEAD")]
