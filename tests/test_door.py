@@ -368,6 +368,11 @@ def test_a_web_page_from_elsewhere_can_write_nothing(client, method, path, origi
     assert served.get("/v1/sessions").json()["data"] == [] and served.app.state.server.model_status == "not_loaded"
 
 
+def test_a_request_without_a_host_makes_no_page_one_from_here(live):
+    request = f"POST {CHAT} HTTP/1.0\r\norigin: null\r\ncontent-type: application/json\r\n\r\n"
+    assert talk(live(ScriptedModel("a")), request.encode()).startswith(b"HTTP/1.1 403 ")
+
+
 @pytest.mark.parametrize("origin", [PAGE, "app://desk", "http://localhost"])
 def test_a_page_that_is_listed_or_from_here_can_write(paged, origin):
     assert paged.post(CHAT, json=chat(), headers={"origin": origin}).status_code == 200
