@@ -6323,7 +6323,7 @@ def bound_waiting(config: Any, app: Door) -> None:
                 return
             cycle = getattr(alive(), "cycle", None)  # the last request, if there was one
             waits = cycle is None or cycle.response_complete
-            if waits and cycle is before():  # as it did when we looked before, and no request came between
+            if cycle is before():  # it waited when we looked before, and no request has come since
                 return transport.abort()
             loop.call_later(seconds, look, weakref.ref(cycle) if waits else lambda: look)
 

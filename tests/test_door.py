@@ -1,5 +1,6 @@
 """The door: who may come in, by which name, how often, and what is turned away before any work is done for it."""
 import ast
+import asyncio
 import contextlib
 import gc
 import inspect
@@ -12,6 +13,7 @@ import sqlite3
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx2
 import openai
@@ -511,6 +513,34 @@ def test_closed_connections_are_forgotten_before_their_clock_strikes(live):
         return sum(type(thing).__name__ in ("H11Protocol", "HttpToolsProtocol") for thing in gc.get_objects()) < 3
 
     wait_until(left)
+
+
+def test_what_has_just_been_answered_gets_a_whole_turn_of_the_clock():
+    class Connection:
+        """Its answer ends just before the second look."""
+
+        looks, response_complete, left = 0, False, None
+
+        def is_closing(self):
+            self.looks += 1
+            self.response_complete = self.looks > 1
+            return False
+
+        def abort(self):
+            self.left = self.looks
+
+    async def watched():
+        connection = Connection()
+        connection.cycle = connection.transport = connection
+        config = SimpleNamespace(http_protocol_class=lambda: connection, http2=False)
+        settings = SimpleNamespace(send_timeout_seconds=0.01)
+        main.bound_waiting(config, SimpleNamespace(state=SimpleNamespace(server=SimpleNamespace(settings=settings))))
+        config.http_protocol_class()
+        while not connection.left:
+            await asyncio.sleep(0.01)
+        return connection.left
+
+    assert asyncio.run(asyncio.wait_for(watched(), 20)) == 3
 
 
 def test_a_stream_is_not_taken_for_a_connection_that_waits(live):
