@@ -659,9 +659,10 @@ def test_without_limits_nothing_is_said_of_them(client):
     assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
 
 
-def test_tokens_of_prompts_and_answers_are_counted_and_what_was_too_much_is_paid_off(client):
-    served = client(ScriptedModel(*["a"] * 50), rate_limit_tokens=20)
-    first = served.post(CHAT, json=chat("one two three", stream=True))
+@pytest.mark.parametrize("asked,said", [(3, 50), (50, 3)], ids=["answers", "prompts"])
+def test_tokens_are_counted_and_what_was_too_much_is_paid_off(client, asked, said):
+    served = client(ScriptedModel(*["a"] * said), rate_limit_tokens=20)
+    first = served.post(CHAT, json=chat("word " * asked, stream=True))
     assert first.status_code == 200 and b"[DONE]" in first.read()
     second = served.post(CHAT, json=chat())
     assert error_of(second) == (429, "rate_limit_exceeded")
