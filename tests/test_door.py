@@ -755,7 +755,8 @@ def test_a_response_that_takes_too_long_has_failed(slow, background):
 
 def test_the_clock_of_an_answer_goes_with_it(client):
     served = client(ScriptedModel("fine"), request_timeout_seconds=3000)
-    assert served.post(CHAT, json=chat()).status_code == 200
+    for _ in range(2):  # the load hides from the collector what was there before it
+        assert served.post(CHAT, json=chat()).status_code == 200
 
     def left():
         gc.collect()
