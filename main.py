@@ -5373,6 +5373,7 @@ class Server:
         generation = self._generations[session.id] = Generation(
             session, reply, kept.background, announced=True, kept=True, resumed=True, tries=found[1])
         self._begin_grace(generation)
+        self._limit_time(generation)
         admission = asyncio.create_task(self._admit(generation, kept, events))
         generation.stop_work.callback(admission.cancel)
         log.info("session %s goes on after %d frames", session.id, session.made)

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from conftest import ROOT, SCRIPTED_SERVER, ScriptedModel, chat, main, parse_sse, text_of, wait_until
-from fastapi.testclient import TestClient
+from conftest import ROOT, SCRIPTED_SERVER, ScriptedModel, TestClient, chat, main, parse_sse, text_of, wait_until
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 TINY_SERVER = (sys.executable, str(ROOT / "tests" / "tiny_server.py"))
