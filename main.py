@@ -5391,6 +5391,7 @@ class Server:
             if generation.kept and not self.log.degraded:
                 del self._generations[generation.session.id]
                 generation.stop_work.close()
+                self.store.update(generation.session, "tries", 0)  # the server does not die of it
                 generation.session.leave(error)
                 log.info("session %s is left to the next start", generation.session.id)
             else:
