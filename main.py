@@ -5765,14 +5765,18 @@ class Server:
             self.store.append(session, frames, behind, status)
             generation.events = []
         if status:
-            del self._generations[session.id]
-            generation.stop_work.close()
-            self.metrics.generations.labels(status).inc()
-            made, ended = reply.completion_tokens, time.time()
-            if made > 1 and generation.first_at:
-                self.metrics.each_token.observe((ended - generation.first_at) / (made - 1))
-            log.info("session %s %s (%s) after %.2f s: %d tokens in, %d out", session.id, status, why,
-                     ended - session.created, reply.accepted.prompt_tokens, made)
+            self._end(generation, status, why)
+
+    def _end(self, generation: Generation, status: str, why: str | None) -> None:
+        session, reply = generation.session, generation.reply
+        del self._generations[session.id]
+        generation.stop_work.close()
+        self.metrics.generations.labels(status).inc()
+        made, ended = reply.completion_tokens, time.time()
+        if made > 1 and generation.first_at:
+            self.metrics.each_token.observe((ended - generation.first_at) / (made - 1))
+        log.info("session %s %s (%s) after %.2f s: %d tokens in, %d out", session.id, status, why,
+                 ended - session.created, reply.accepted.prompt_tokens, made)
 
     # -- readers -----------------------------------------------------------------------------------------------
     @contextlib.contextmanager
