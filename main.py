@@ -2191,15 +2191,25 @@ class Pool:
     is_compileable = False
 
     def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int, context: int) -> None:
-        import torch
-
         units = max(1, tokens // ROW_TOKENS)
-        self.layers = [tuple(torch.zeros(x.shape[1], units * ROW_TOKENS, x.shape[3], dtype=x.dtype, device=x.device)
-                             for x in pair) for pair in layers]
+        self.layers = [tuple(self._zeros(x, units * ROW_TOKENS) for x in pair) for pair in layers]
         self.longest = min(units, -(-context // ROW_TOKENS)) * ROW_TOKENS
         self._rows: list[Row | None] = [None] * units  # whose each piece of ROW_TOKENS is
         self._found: dict[bytes, list[Row]] = {}
         self._clock, self._untidy = itertools.count(), False
+
+    @staticmethod
+    def _zeros(like: torch.Tensor, tokens: int) -> torch.Tensor:
+        import torch
+
+        shape = like.shape[1], tokens, like.shape[3]
+        if like.device.type != "cpu":
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        # Pages that the system has not given out yet: what is never used takes no memory.
+        size = math.prod(shape) * like.element_size()
+        pages = numpy.zeros(size + 64, numpy.uint8)
+        first = -pages.ctypes.data % 64  # as vectors are read fastest
+        return torch.from_numpy(pages[first: first + size]).view(like.dtype).view(shape)
 
     # What transformers asks of a cache.
     def update(self, key: Any, value: Any, layer: int, *_: Any, kwargs: dict[str, Any], **__: Any) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ import random
 import threading
 from collections import Counter
 
+import psutil
 import pytest
 import tiny
 import torch
@@ -183,6 +184,18 @@ def test_rows_keep_what_is_theirs_however_they_come_grow_move_and_go(seed):
     for row in [*rows.texts]:
         rows.close(row)
     assert rows.pool.room == (0, 24 * main.ROW_TOKENS)
+
+
+def test_room_that_nobody_uses_takes_no_memory():
+    def resident():
+        return psutil.Process().memory_info().rss
+
+    layers = [(torch.zeros(1, 4, 4, 64, dtype=torch.bfloat16),) * 2] * 4
+    before = resident()
+    pool = main.Pool(layers, 2**18, 2**18)
+    keys, _ = pool.layers[0]
+    assert resident() - before < 2**27 < 8 * keys.nbytes == 2**30
+    assert (keys.dtype, keys.shape, float(keys[:, -1].abs().sum())) == (torch.bfloat16, (4, 2**18, 64), 0)
 
 
 def test_rows_that_run_come_to_lie_side_by_side():
