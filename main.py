@@ -8,8 +8,9 @@ with the model (6), whose answer is read (5) -> events reach the server (10) -> 
 keeps them (8) -> any number of readers send them (11).
 
 Who owns what: the event loop owns the server, its sessions and its readers. Three daemon threads stand beside it, one
-each for loading, for the engine (model, caches, batch) and for SQLite. They take work from a queue and answer by
-`loop.call_soon_threadsafe`. Tokenising runs in a small pool, decoding in another.
+each for loading, for the engine (model, caches, batch) and for SQLite; with `COMPILE=1` one more compiles for a while.
+They take work from a queue and answer by `loop.call_soon_threadsafe`. Tokenising runs in a small pool, decoding in
+another, and a PDF is read by a process.
 
     uvicorn main:app --port 3000          or          python main.py
 """

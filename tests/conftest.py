@@ -249,6 +249,17 @@ class Process:
         return self.process.wait(timeout=100)
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Torch with one thread: tiny models are no faster with more."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]

@@ -15,13 +15,7 @@ import torch
 from conftest import main, tokens_of, wait_until
 from test_model import run
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def text(length, seed=1):

@@ -13,13 +13,7 @@ from conftest import ROOT, main, tokens_of
 from test_batch import text
 from test_model import run
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def packed(family, to_int8=True):
