@@ -142,6 +142,7 @@ class Settings(BaseModel, frozen=True):
         "bitsandbytes."))
     compile: bool = Field(False, description=(
         "Compile the decoding of answers, in the background after the load. Takes minutes, once."))
+    cuda_graphs: bool = Field(True, description="Run the decoding of answers as CUDA graphs, where there is CUDA.")
     max_context_tokens: int | None = Field(
         None, ge=16, description="Upper bound of prompt plus answer. Empty: what the model was made for.")
     eager_load_model: bool = Field(False, description="Load at start, behind the running server, not at first use.")
@@ -1928,6 +1929,8 @@ def load_model(settings: Settings, report: Report) -> Model:
                   settings.kv_cache_fraction)
     if settings.compile:
         model.compile()
+    if settings.cuda_graphs and network.device.type == "cuda":
+        model.graph()
     return model
 
 
@@ -2193,7 +2196,8 @@ class Pool:
 
     def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int, context: int) -> None:
         units = max(1, tokens // ROW_TOKENS)
-        self.layers = [tuple(self._zeros(x, units * ROW_TOKENS) for x in pair) for pair in layers]
+        self.spare = units * ROW_TOKENS  # a place that is nobody's, for tokens that only fill a step
+        self.layers = [tuple(self._zeros(x, self.spare + 1) for x in pair) for pair in layers]
         self.longest = min(units, -(-context // ROW_TOKENS)) * ROW_TOKENS
         self._rows: list[Row | None] = [None] * units  # whose each piece of ROW_TOKENS is
         self._found: dict[bytes, list[Row]] = {}
@@ -2410,14 +2414,15 @@ class Stretch:
 
     def attend(self, query: Any, key: Any, value: Any, window: int | None, scaling: float, sinks: Any) -> torch.Tensor:
         """`query` is the step's `[token, head, dim]`, the others the pool's of a layer."""
-        from torch.nn.functional import scaled_dot_product_attention as attention
+        from torch.nn.functional import scaled_dot_product_attention
 
         n, count, first = len(self.rows), self.count, self.rows[0]
         query, kv = query[self.at: self.at + n * count], len(key)
         if count > 1 and not first.length and sinks is None and not (window and window < count):
             key, value = (held[None, :, first.start: first.start + count] for held in (key, value))
             query = query.transpose(0, 1)[None]
-            return attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)[0].transpose(0, 1)
+            return scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scaling, enable_gqa=True)[0].transpose(0, 1)
         begin, end, mask = self._mask(window, query)
         key, value = (held.as_strided((n, kv, end - begin, held.shape[2]),
                                       (first.size * held.shape[2], held.stride(0), held.shape[2], 1),
@@ -2428,11 +2433,8 @@ class Stretch:
         else:
             query = query.transpose(0, 1).unflatten(0, (kv, -1))
             key, value = (held[0][:, None].expand(-1, query.shape[1], -1, -1) for held in (key, value))
-        if sinks is None:
-            out = attention(query, key, value, attn_mask=mask, scale=scaling)
-        else:
-            out = _attention_with_sinks(query, key, value, mask, scaling, sinks.view(kv, -1, 1, 1)
-                                        if count > 1 else sinks.view(kv, -1, 1))
+        sinks = sinks if sinks is None else sinks.view(kv, -1, *[1] * (query.dim() - 2 - (count == 1)))
+        out = _attended(query, key, value, mask, scaling, sinks)
         return out.flatten(1, 2) if count == 1 else out.flatten(0, 1).transpose(0, 1)
 
     def _mask(self, window: int | None, query: torch.Tensor) -> tuple[int, int, torch.Tensor | None]:
@@ -2443,20 +2445,28 @@ class Stretch:
             lengths = [row.length for row in self.rows]
             begin, end = max(0, min(lengths) + 1 - window) if window else 0, max(lengths) + self.count
             place = torch.tensor(lengths, device=query.device)[:, None] + torch.arange(self.count, device=query.device)
-            seen = torch.arange(begin, end, device=query.device)
-            hidden = seen > place[..., None]
-            if window:
-                hidden |= seen <= place[..., None] - window
-            mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -math.inf)
+            mask = _mask(torch.arange(begin, end, device=query.device), place[..., None], window, query.dtype)
             # What sees all there is needs no mask, and is faster without.
             self._masks[window] = begin, end, mask[:, None] if self.count > 1 or len({*lengths}) > 1 else None
         return self._masks[window]
 
 
-def _attention_with_sinks(query: Any, key: Any, value: Any, mask: Any, scaling: float, sinks: Any) -> torch.Tensor:
-    """A sink takes its share of a head's attention and gives nothing."""
+def _mask(seen: torch.Tensor, place: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a query at `place` may look, and minus infinity elsewhere."""
     import torch
 
+    hidden = seen > place
+    if window:
+        hidden = hidden | (seen <= place - window)
+    return torch.zeros(hidden.shape, dtype=dtype, device=seen.device).masked_fill_(hidden, -math.inf)
+
+
+def _attended(query: Any, key: Any, value: Any, mask: Any, scaling: float, sinks: Any) -> torch.Tensor:
+    """Attention. A sink takes its share of a head's and gives nothing."""
+    import torch
+
+    if sinks is None:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     scores = query @ key.transpose(-1, -2) * scaling + (0 if mask is None else mask)
     scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
     return scores.softmax(-1)[..., :-1].to(value.dtype) @ value
@@ -2471,7 +2481,29 @@ class Plan:  # of a step
         import torch
 
         query = query[0].transpose(0, 1)
-        return torch.cat([stretch.attend(query, *others) for stretch in self.stretches])[None]
+        out = [stretch.attend(query, *others) for stretch in self.stretches]
+        return (torch.cat(out) if len(out) > 1 else out[0])[None]
+
+
+class FixedPlan:
+    """A step of one token a row whose shapes do not change: so much of what the rows hold is gathered, and masked."""
+
+    def __init__(self, starts: torch.Tensor, lengths: torch.Tensor, length: int, spare: int) -> None:
+        import torch
+
+        self.places, self._last, self._masks = starts + lengths, lengths[:, None], dict[int | None, Any]()
+        self._seen = torch.arange(length, device=starts.device)
+        self._gathered = (starts[:, None] + self._seen).clamp(max=spare).flatten()
+
+    def attend(self, query: Any, key: Any, value: Any, window: int | None, scaling: float, sinks: Any) -> torch.Tensor:
+        if window not in self._masks:
+            self._masks[window] = _mask(self._seen, self._last, window, query.dtype)[:, None, None]
+        kv = len(key)
+        key, value = (held[:, self._gathered].unflatten(1, (len(self.places), -1)).transpose(0, 1)
+                      for held in (key, value))
+        sinks = sinks if sinks is None else sinks.view(kv, -1, 1)
+        query = query[0].transpose(0, 1).unflatten(1, (kv, -1))
+        return _attended(query, key, value, self._masks[window], scaling, sinks).flatten(1, 2)[None]
 
 
 def attend(module: Any, query: Any, key: Any, value: Any, window: Any, scaling: float | None = None, s_aux: Any = None,
@@ -2715,6 +2747,91 @@ def inductor(graph: Any, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
     return compile_fx(graph, inputs, config_patches={"compile_threads": 1, "size_asserts": False})
 
 
+MAX_GRAPHS, GRAPHED_ROWS, GRAPHED_TOKENS = 32, 32, 2**17  # kept; rows of one; tokens that are gathered for one
+Step = tuple[int, int, int, int]  # of a row: its new token, how many it holds, where it starts, its shift
+
+
+class GraphedSteps:
+    """Steps that only decode, as CUDA graphs: the device runs a whole step without waiting for Python.
+
+    A graph computes the same shapes over the same memory again. So there is one for each power of two of rows and of
+    tokens that they see, and what a step is about is written where its graph reads. One is captured when such a step
+    has first run as it is, and used once it gave the same logits.
+    """
+
+    def __init__(self, forward: Callable[..., Any], pool: Pool, most_apart: float,
+                 capture: Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]) -> None:
+        self._forward, self._pool, self._most_apart, self._capture = forward, pool, most_apart, capture
+        self._graphs: dict[Any, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}  # the least lately used first
+
+    @staticmethod
+    def _shape(rows: Sequence[Step]) -> tuple[int, int] | None:
+        count = 1 << (len(rows) - 1).bit_length()
+        length = max(ROW_TOKENS, 1 << max(row[1] for row in rows).bit_length())
+        return (count, length) if count <= GRAPHED_ROWS and count * length <= GRAPHED_TOKENS else None
+
+    def run(self, rows: Sequence[Step]) -> torch.Tensor | None:
+        """The logits `[row, vocabulary]`, if there is a graph for such a step."""
+        shape = self._shape(rows)
+        if shape not in self._graphs:
+            return None
+        told, replay = self._graphs[shape] = self._graphs.pop(shape)
+        self._tell(told, rows)
+        return replay()[: len(rows)]
+
+    def learn(self, rows: Sequence[Step], kept: list[int], logits: torch.Tensor) -> bool:
+        """Capture such a step, which gave those that are kept these logits. False: it failed, or they were others."""
+        import torch
+
+        if (shape := self._shape(rows)) is None:
+            return True
+        try:
+            told = torch.zeros(shape[0], 4, dtype=torch.long, device=logits.device)
+            self._tell(told, rows)
+            replay = self._capture(lambda: self._whole(told, shape[1]))
+            apart = _apart(logits, replay()[kept].float())
+        except Exception:  # a door to foreign code: networks may do what cannot be captured
+            log.warning("steps cannot be captured as graphs, and run as they are", exc_info=True)
+            return False
+        if not apart <= self._most_apart:
+            log.warning("captured steps would differ by %.1e of their size: they are not used", apart)
+            return False
+        self._graphs[shape] = told, replay
+        if len(self._graphs) > MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        log.info("steps of %d rows of up to %d tokens are captured", *shape)
+        return True
+
+    def _tell(self, told: torch.Tensor, rows: Sequence[Step]) -> None:
+        fill = [(0, 0, self._pool.spare, 0)] * (len(told) - len(rows))
+        told.copy_(told.new_tensor([*rows, *fill], device="cpu"))
+
+    def _whole(self, told: torch.Tensor, length: int) -> torch.Tensor:
+        ids, lengths, starts, shifts = told.T
+        plan = FixedPlan(starts, lengths, length, self._pool.spare)
+        return self._forward(ids, lengths + shifts, plan=plan, cache=self._pool, use_cache=True,
+                             return_dict=True).logits[0]
+
+
+def cuda_graph(pool: Any, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Capture a step, whose memory comes from `pool`. What is returned runs it again."""
+    import torch
+
+    beside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        step()  # what is set up at a first run must not be captured
+    torch.cuda.current_stream().wait_stream(beside)
+    with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+        out = step()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
 class FlatRunner:
     """One forward of the network for everybody: all tokens of a step side by side, without padding, over the pool."""
 
@@ -2722,6 +2839,7 @@ class FlatRunner:
         self._network, self._config, self._pool, self._solo = network, config, pool, solo
         self.open, self.reserve, self.close = pool.open, pool.reserve, pool.close
         self.compiled: CompiledSteps | None = None  # of the steps that only decode
+        self.graphs: GraphedSteps | None = None  # of the same
         self._moves_media: bool | None = None  # whether what it saw can be moved into rows; the first prompt tells
 
     @property
@@ -2731,6 +2849,9 @@ class FlatRunner:
     def compile(self, by: Callable[..., Callable[..., Any]]) -> CompiledSteps:
         self.compiled = CompiledSteps(self._network, self._pool, by)
         return self.compiled
+
+    def graph(self, capture: Callable[..., Callable[[], torch.Tensor]]) -> None:
+        self.graphs = GraphedSteps(self._forward, self._pool, tolerance(self._network), capture)
 
     def fork(self, row: Row) -> Row | None:
         if (copied := self._pool.fork(row)) and row.memory:
@@ -2768,12 +2889,18 @@ class FlatRunner:
         ends = dict(zip(order, itertools.accumulate(len(fed[row]) for row in order), strict=True))
         kept = [ends[item.state] - 1 for item in work for _ in range(item.wants)]
         each = [(token, row.length + n, row.start, row.shift) for row in order for n, token in enumerate(fed[row])]
+        decodes = len(each) == len(order)
+        if decodes and self.graphs and (logits := self.graphs.run(each)) is not None:
+            return logits[kept].float()
         ids, within, starts, shifts = torch.tensor(each, device=self._network.device).T
         wanted = torch.tensor(kept, dtype=torch.long, device=self._network.device)
         options = {"logits_to_keep": wanted} if self._solo.options else {}
         given = {"cache": self._pool, "plan": Plan(stretches, starts + within), "use_cache": True, "return_dict": True}
-        out = self._computed(ids, within + shifts, given | options, len(each) == len(order))
-        return (out.logits[0] if self._solo.options else out.logits[0, wanted]).float()
+        out = self._computed(ids, within + shifts, given | options, decodes)
+        logits = (out.logits[0] if self._solo.options else out.logits[0, wanted]).float()
+        if decodes and kept and self.graphs and not self.graphs.learn(each, kept, logits):
+            self.graphs = None
+        return logits
 
     def _computed(self, ids: torch.Tensor, positions: torch.Tensor, given: dict[str, Any], decodes: bool) -> Any:
         if decodes and self.compiled and (size := self.compiled.size_for(len(ids))):
@@ -2782,6 +2909,9 @@ class FlatRunner:
             except Exception:  # a door to foreign code; what it wrote into the pool is written again
                 log.exception("a compiled step failed: from now on steps run as they are")
                 self.compiled = None
+        return self._forward(ids, positions, **given)
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, **given: Any) -> Any:
         own, self._config._attn_implementation = self._config._attn_implementation, "flat"
         try:
             return self._network(input_ids=ids[None], position_ids=positions[None], **given)
@@ -3020,6 +3150,13 @@ class Model:
         thread = threading.Thread(target=self._runner.compile(by).warm, name="compiler", daemon=True)
         thread.start()
         return thread
+
+    def graph(self, capture: Callable[..., Callable[[], torch.Tensor]] | None = None) -> None:
+        """Run the flat batch's steps that only decode as CUDA graphs, captured as they come up."""
+        import torch
+
+        if isinstance(self._runner, FlatRunner):
+            self._runner.graph(capture or functools.partial(cuda_graph, torch.cuda.graph_pool_handle()))
 
     def _compare(self, flat: FlatRunner) -> None:
         """Raise NotFlat unless sequences in pieces and in company have the logits that each has alone and whole."""

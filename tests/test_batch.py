@@ -188,8 +188,8 @@ def test_room_that_nobody_uses_takes_no_memory():
     before = resident()
     pool = main.Pool(layers, 2**18, 2**18)
     keys, _ = pool.layers[0]
-    assert resident() - before < 2**27 < 8 * keys.nbytes == 2**30
-    assert (keys.dtype, keys.shape, float(keys[:, -1].abs().sum())) == (torch.bfloat16, (4, 2**18, 64), 0)
+    assert resident() - before < 2**27 < 2**30 < 8 * keys.nbytes
+    assert (keys.dtype, keys.shape, float(keys[:, -1].abs().sum())) == (torch.bfloat16, (4, 2**18 + 1, 64), 0)
 
 
 def test_rows_that_run_come_to_lie_side_by_side():

@@ -1,4 +1,4 @@
-"""Weights of fewer bits, how close they come and what cannot be had; compiled steps, which change no answer."""
+"""Weights of fewer bits: how close they come, what cannot be had. Steps compiled or captured: no answer changes."""
 from __future__ import annotations
 
 import importlib.util
@@ -12,6 +12,8 @@ import torch
 from conftest import ROOT, main, tokens_of
 from test_batch import text
 from test_model import run
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -207,3 +209,109 @@ def test_what_is_compiled_at_load_is_for_the_operator_to_say(tmp_path, monkeypat
 
 def test_a_network_that_is_no_flat_batch_is_not_compiled():
     assert tiny.model("gemma2").compile(as_it_is) is None
+
+
+# -- steps as graphs -----------------------------------------------------------------------------------------------
+NOT_RECORDED = {"gpt2"}  # it reads a number back from the device, which no graph can
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the tensor operations of a run, to run them again over the same memory without any of its Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        assert operation is not torch.ops.aten._local_scalar_dense.default, "a number is read back from the device"
+        made = operation(*args, **(kwargs or {}))
+        self.calls.append((operation, args, kwargs or {}, made))
+        return made
+
+    def run(self):
+        now = {}
+        for operation, args, kwargs, made in self.calls:
+            args, kwargs = tree_map(lambda value: now.get(id(value), value), (args, kwargs))
+            for old, new in zip(tree_leaves(made), tree_leaves(operation(*args, **kwargs)), strict=True):
+                now[id(old)] = new
+        return new
+
+
+def recorded(step):
+    """In place of CUDA's graphs."""
+    step()
+    with Recorder() as recorder:
+        step()
+    return recorder.run
+
+
+def graphed(family, capture=recorded):
+    chosen = tiny.model(family)
+    chosen.graph(capture)
+    return chosen
+
+
+@pytest.mark.parametrize("family", [family for family in tiny.FLAT if family not in NOT_RECORDED])
+def test_graphs_give_the_same_answers_however_many_run_and_move(family):
+    chosen = graphed(family)
+    assert answers(chosen) == answers(tiny.model(family))
+    assert {rows for rows, _ in chosen._runner.graphs._graphs} >= {1, 2, 4}
+    captured, replayed = {*chosen._runner.graphs._graphs}, []
+    graphs = chosen._runner.graphs._graphs
+    for shape, (told, graph) in graphs.items():
+        graphs[shape] = told, lambda graph=graph, shape=shape: (replayed.append(shape), graph())[1]
+    assert answers(chosen) == answers(tiny.model(family))  # in other rows, beside what has ended
+    assert {*replayed} == captured
+
+
+def test_a_graph_sees_as_much_as_the_longest_row_needs():
+    asked, budgets = [text(250, seed=1), text(400, seed=2), text(9, seed=3)], [16, 20, 24]
+    chosen = graphed("mistral")
+    said = [tokens_of(events) for events in run(chosen, asked, budgets, chunk=600, ignore_eos=True)]
+    assert said == [tokens_of(e) for e in run(tiny.model("mistral"), asked, budgets, chunk=600, ignore_eos=True)]
+    assert {length for _, length in chosen._runner.graphs._graphs} == {256, 512}
+
+
+def test_the_graphs_that_are_kept_are_the_last_ones_used(monkeypatch):
+    monkeypatch.setattr(main, "MAX_GRAPHS", 2)
+    chosen = graphed("llama")
+    assert answers(chosen) == answers(tiny.model("llama"))
+    assert [rows for rows, _ in chosen._runner.graphs._graphs] == [2, 1]
+
+
+def test_steps_that_would_gather_too_much_run_as_they_are(monkeypatch):
+    monkeypatch.setattr(main, "GRAPHED_TOKENS", 256)
+    chosen = graphed("llama")
+    assert answers(chosen) == answers(tiny.model("llama"))
+    assert {*chosen._runner.graphs._graphs} == {(1, 256)}
+
+
+@pytest.mark.parametrize("capture", [lambda step: refused(step, ()), lambda step: lambda: step() + 1])
+def test_steps_that_cannot_be_captured_or_come_out_wrong_run_as_they_are(capture):
+    chosen = graphed("llama", capture)
+    assert answers(chosen) == answers(tiny.model("llama"))
+    assert chosen._runner.graphs is None
+
+
+def test_a_network_that_is_no_flat_batch_has_no_graphs():
+    chosen = graphed("gemma2")
+    assert isinstance(chosen._runner, main.SoloRunner) and answers(chosen) == answers(tiny.model("gemma2"))
+
+
+def test_without_a_cuda_device_nothing_is_captured(tmp_path):
+    tiny.network("llama").save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    chosen = main.Settings(model_repo_id=str(tmp_path), device_map="cpu", cuda_graphs=True)
+    assert main.load_model(chosen, lambda _: None)._runner.graphs is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt_oss"])
+def test_on_a_cuda_device_graphs_give_the_same_answers(family):
+    def made():
+        return main.Model(family, tiny.tokenizer(), tiny.network(family).to("cuda"))
+
+    chosen = made()
+    chosen.graph()
+    assert answers(chosen) == answers(made())
+    assert {rows for rows, _ in chosen._runner.graphs._graphs} >= {1, 2, 4}

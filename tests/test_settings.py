@@ -38,7 +38,7 @@ CHOICES = {
     "quantization": ["none", "int8", "int4", "bnb-4bit", "bnb-8bit"], "sse_ids": ["always", "session"],
 }
 SWITCHES = ["trust_remote_code", "allow_pickle", "allow_unauthenticated", "eager_load_model", "strict_model",
-            "media_urls", "persist_sessions", "compile"]
+            "media_urls", "persist_sessions", "compile", "cuda_graphs"]
 TEXTS = ["host", "model_repo_id", "models_dir", "hf_token", "device_map", "media_allow_hosts", "media_root",
          "sessions_db_path", "api_key", "api_keys_file", "allowed_hosts", "cors_origins"]
 
