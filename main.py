@@ -2509,6 +2509,8 @@ class FixedPlan:
 def attend(module: Any, query: Any, key: Any, value: Any, window: Any, scaling: float | None = None, s_aux: Any = None,
            plan: Any = None, **others: Any) -> tuple[torch.Tensor, None]:
     """A network's attention in a flat step: `query` is `[1, head, token, dim]`, `window` what `window_of` said."""
+    if isinstance(window, NotFlat):
+        raise window
     if not isinstance(window, int | None) or not getattr(module, "is_causal", True) or any(
             others.get(name) is not None for name in ("softcap", "position_bias")):
         raise NotFlat("its attention has masks, biases or caps of its own")
@@ -2516,8 +2518,9 @@ def attend(module: Any, query: Any, key: Any, value: Any, window: Any, scaling: 
 
 
 def window_of(mask_function: Any, local_size: int | None = None, attention_mask: Any = None,
-              allow_is_causal_skip: bool = True, **_: Any) -> int | None:
-    """A network's mask in a flat step: how many tokens a query sees, None being all. Raises NotFlat for other masks."""
+              allow_is_causal_skip: bool = True, **_: Any) -> int | NotFlat | None:
+    """A network's mask in a flat step: how many tokens a query sees, None being all. Other masks say why not: whoever
+    looks at them raises it, as some networks make masks that no layer looks at."""
     import torch
     from transformers.masking_utils import causal_mask_function
 
@@ -2526,7 +2529,7 @@ def window_of(mask_function: Any, local_size: int | None = None, attention_mask:
         place = torch.tensor(local_size)  # where a sliding window goes on and one of chunks begins anew
         plain = bool(mask_function(0, 0, place, place - 1)) and not mask_function(0, 0, place, place - local_size)
     if attention_mask is not None or not allow_is_causal_skip or not plain:
-        raise NotFlat("it masks attention in its own way")
+        return NotFlat("it masks attention in its own way")
     return local_size
 
 

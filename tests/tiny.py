@@ -26,6 +26,8 @@ FAMILIES = {
     "gpt_oss": {"seed": 1, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
     "qwen3_moe": {"seed": 1, "initializer_range": 0.05, "moe_intermediate_size": 32, "num_experts": 4,
                   "num_experts_per_tok": 2},
+    "qwen2_moe": {"seed": 1, "initializer_range": 0.3, "moe_intermediate_size": 32, "num_experts": 4,
+                  "num_experts_per_tok": 2, "shared_expert_intermediate_size": 32},
     "gemma2": {"seed": 1, "initializer_range": 0.3, "sliding_window": 16},
     "qwen3_next": {"seed": 1, "num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
                    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "moe_intermediate_size": 32,
