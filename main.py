@@ -1553,7 +1553,7 @@ def _whole_call(call: Any, without: dict[str, Any] | None) -> ToolCallDelta:
     name, arguments = call["name"], call.get("arguments", call.get("parameters"))
     arguments = without if arguments is None else arguments
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    if not (isinstance(name, str) and name and isinstance(from_json(text, allow_inf_nan=False), dict)):
+    if not (isinstance(name, str) and name.encode() and isinstance(from_json(text, allow_inf_nan=False), dict)):
         raise ValueError("a call has a name and an object of arguments")
     return ToolCallDelta(name, text)
 
@@ -5406,8 +5406,9 @@ class Generation:
     kept: bool = False  # another process could go on with it
     resumed: bool = False  # another process began it
     tries: int = 0  # in a row, to go on with it, that made nothing
-    events: list[list[Any]] = field(default_factory=list)  # those behind the next frame, if it is kept
-    first_at: float = 0.0  # when its first token came
+    events: list[str] = field(default_factory=list)  # those behind the next frame, as JSON, if it is kept
+    began: float = field(default_factory=time.monotonic)  # here
+    first_at: float = 0.0  # when its first token came, on that clock
     stop_work: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     grace: asyncio.TimerHandle | None = None  # runs since the last reader left, while nobody reads
 
@@ -5878,15 +5879,16 @@ class Server:
         if session.id not in self._generations:
             return
         try:
+            row = to_json(event_row(event)).decode() if generation.kept and not isinstance(event, Failed) else ""
             frames = reply.frames(event)
         except Exception:
             log.exception("session %s: its frames could not be made", session.id)
-            event = Failed(_unexpected())
+            event, row = Failed(_unexpected()), ""
             frames = reply.frames(event)
         if reply.is_done:
             session.result = reply.result()
-        if generation.kept and not isinstance(event, Failed):
-            generation.events.append(event_row(event))
+        if row:
+            generation.events.append(row)
         match event:
             case Started(cached):
                 session.status = "in_progress"
@@ -5912,8 +5914,7 @@ class Server:
             self.store.forget(session.id)
             session.publish([], status, time.time())
         elif frames or status:
-            behind = to_json(generation.events).decode() if generation.events else ""
-            self.store.append(session, frames, behind, status)
+            self.store.append(session, frames, f"[{','.join(generation.events)}]" if generation.events else "", status)
             generation.events = []
         if status:
             self._end(generation, status, why)

@@ -804,6 +804,8 @@ def test_a_tokenizers_own_response_template_is_used_first(kind, text, calls):
     ("calls", "a<call>bad</call>b", "bad"), ("calls", 'a<call>{"fn": "f"}</call>b', '{"fn": "f"}'),
     ("groups", "a<call:f id=x>bad</call>b", "bad"), ("groups", "a<call:f>bad</call>b", "bad"),
     ("list", 'a<calls>{"fn": "f"}</calls>b', '{"fn": "f"}'), ("list", "a<calls>[5]</calls>b", "[5]"),
+    ("calls", r'a<call>{"fn": "f\ud800", "with": {}}</call>b', r'{"fn": "f\ud800", "with": {}}'),
+    ("groups", r'a<call:f>{"x": "\ud800"}</call>b', r'{"x": "\ud800"}'),
     ("calls", "a<call>" + "[" * 100_000 + "</call>b", "[" * 100_000), ("close", "a<call>bad</call f>b", "bad")],
     ids=lambda value: value[:40])
 def test_a_bad_call_by_a_response_template_is_text(kind, text, kept):
