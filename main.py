@@ -4138,7 +4138,8 @@ READ_BATCH_FRAMES = 256
 LISTED_SESSIONS = 1000
 MAX_UNSAVED_WRITES, MAX_UNSAVED_CHARACTERS = 50_000, 2**28
 MAX_COMMITTED_WRITES = 512  # in one go: the loop is told of them in one go, too
-RETRY_SECONDS = 1.0
+RETRY_SECONDS, SWEEP_SECONDS = 1.0, 30
+UNFIT = sqlite3.DataError, sqlite3.IntegrityError, ValueError, OverflowError  # of values that a file does not take
 
 
 Frame = bytes  # one server-sent event as sent, encoded once for every reader
@@ -4420,16 +4421,20 @@ class SessionStore:
 
     def sweep(self) -> None:
         """Drop what has expired, from memory and from disk."""
-        for session in [s for s in self._by_id.values() if self._expired(s)]:
-            self._evict(session)
+        settings, now = self._settings, time.time()
+        for session in [s for s in self._by_id.values() if s.closed]:
+            session.ended = min(session.ended, now)
+            if self._expired(session):
+                self._evict(session)
         if self._log:
-            settings, now = self._settings, time.time()
             horizon = (now - settings.sessions_ttl_seconds,)
             bounds = (now - settings.responses_ttl_seconds, settings.responses_max_count,
                       settings.responses_max_mib * 2**20)
-            self._log.write("", [
+            self._log.write("", [  # what was written while the clock was ahead would be the newest for ever
+                ("UPDATE objects SET created = ? WHERE created > ?", (now - SWEEP_SECONDS, now)),
+                ("UPDATE sessions SET ended = ? WHERE ended > ?", (now, now)),
                 ("DELETE FROM objects WHERE id IN (SELECT id FROM (SELECT id, created, ROW_NUMBER() OVER newest AS n,"
-                 " SUM(size) OVER newest AS bytes FROM objects WINDOW newest AS (ORDER BY created DESC, id))"
+                 " TOTAL(size) OVER newest AS bytes FROM objects WINDOW newest AS (ORDER BY created DESC, id))"
                  " WHERE created < ? OR n > ? OR bytes > ?)"
                  " AND id NOT IN (SELECT id FROM sessions WHERE ended IS NULL)", bounds),
                 ("DELETE FROM frames WHERE session IN (SELECT id FROM sessions WHERE ended < ?)", horizon),
@@ -5454,7 +5459,7 @@ class Server:
     """All mutable state of the process. Made when the app starts, on the event loop, which owns it."""
 
     def __init__(self, settings: Settings, load: Load) -> None:
-        self.settings, self._load, self.started = settings, load, time.time()
+        self.settings, self._load, self.started, self._began = settings, load, time.time(), time.monotonic()
         self.keys = read_keys(settings)
         limits = {"requests": settings.rate_limit_requests, "tokens": settings.rate_limit_tokens}
         self.buckets: dict[str, dict[str, Bucket]] = defaultdict(  # of each owner
@@ -5563,7 +5568,7 @@ class Server:
         log.info("stopped")
 
     def _sweep(self) -> None:
-        self._loop.call_later(min(30, self.settings.sessions_ttl_seconds / 4), self._sweep)
+        self._loop.call_later(min(SWEEP_SECONDS, self.settings.sessions_ttl_seconds / 4), self._sweep)
         self.store.sweep()
 
     # -- the model ---------------------------------------------------------------------------------------------
@@ -5725,7 +5730,7 @@ class Server:
 
     def _make_room(self) -> None:
         """While requests queue, what nobody reads goes first: the one whose last reader left longest ago."""
-        returning = time.time() - self.started < RETURN_SECONDS
+        returning = time.monotonic() - self._began < RETURN_SECONDS
         unread = sorted((g for g in self._generations.values() if g.grace and not (g.resumed and returning)),
                         key=lambda g: g.grace.when())
         for generation in unread[: max(0, len(self._generations) - self.settings.max_concurrent_requests)]:
@@ -5903,8 +5908,8 @@ class Server:
                 self.metrics.tokens.inc()
                 self.spend(session.owner, "tokens", 1)
                 if not generation.first_at and not generation.resumed:
-                    generation.first_at = time.time()
-                    self.metrics.first_token.observe(generation.first_at - session.created)
+                    generation.first_at = time.monotonic()
+                    self.metrics.first_token.observe(generation.first_at - generation.began)
             case Finished(reason) if reply.is_done:
                 status, why = "cancelled" if reason == "cancelled" else "completed", why or reason
             case Failed(error):
@@ -5924,11 +5929,11 @@ class Server:
         del self._generations[session.id]
         generation.stop_work.close()
         self.metrics.generations.labels(status).inc()
-        made, ended = reply.completion_tokens, time.time()
+        made, ended = reply.completion_tokens, time.monotonic()
         if made > 1 and generation.first_at:
             self.metrics.each_token.observe((ended - generation.first_at) / (made - 1))
         log.info("session %s %s (%s) after %.2f s: %d tokens in, %d out", session.id, status, why,
-                 ended - session.created, reply.accepted.prompt_tokens, made)
+                 ended - generation.began, reply.accepted.prompt_tokens, made)
 
     # -- readers -----------------------------------------------------------------------------------------------
     @contextlib.contextmanager
