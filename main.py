@@ -4225,6 +4225,11 @@ class Session:
                 "created_at": self.created, "ended_at": self.ended, "frames": self.count, "readers": self.readers}
 
 
+# What a row must be, whoever wrote it: id, kind, label, owner, created, ended, status, frames; asked and result.
+SESSION_ROW = pydantic.TypeAdapter(tuple[str, str, str | None, str, float, float | None, str, int])
+OBJECT_ROW = pydantic.TypeAdapter(tuple[pydantic.Json[dict[str, Any]], pydantic.Json[dict[str, Any]]])
+
+
 class SessionStore:
     """Finds sessions, keeps their frames within bounds, and reads on from disk what memory let go. Loop only."""
 
@@ -4233,6 +4238,7 @@ class SessionStore:
         self._by_id: dict[str, Session] = {}
         self._by_name: dict[tuple[str, str], Session] = {}
         self._forgotten = deque[str](maxlen=LISTED_SESSIONS)  # rows of these may still be on their way from disk
+        self._damaged = set[Any]()  # ids of rows that cannot be read
 
     async def begin(self, session: Session, request: str | None = None) -> None:
         """Make `session` known, on disk too, with what its answer is made of. Raises ApiError 409 `session_exists`
@@ -4317,12 +4323,24 @@ class SessionStore:
     async def _restore(self, where: str, *values: Any) -> None:
         """Know sessions that only disk knew, their frames still on disk. Of those that have no end only `interrupted`
         may ask: such a row may be out of date when it arrives, and would never end."""
-        query = ("SELECT id, kind, label, owner, TRUE, created, ended, status,"  # in the order of Session's fields
-                 f" (SELECT COALESCE(MAX(idx) + 1, 0) FROM frames WHERE session = id) FROM sessions WHERE {where}")
+        query = ("SELECT id, kind, label, owner, created, ended, status, COALESCE((SELECT idx + 1 FROM frames WHERE"
+                 " session = id AND typeof(idx) = 'integer' ORDER BY idx DESC LIMIT 1), 0)"
+                 f" FROM sessions WHERE {where}")
         for row in await self._log.rows(query, values) if self._log else []:
-            session = Session(*row, made=row[-1])
-            if session.id not in self._by_id and session.id not in self._forgotten and not self._expired(session):
+            try:
+                id, kind, label, whose, created, ended, status, count = SESSION_ROW.validate_python(row)
+            except ValidationError:
+                self._report_damage(row[0])
+                continue
+            session = Session(id, kind, label, whose, True, created, ended, status, first=count, made=count)
+            if id not in self._by_id and id not in self._forgotten and not self._expired(session):
                 self._remember(session)
+
+    def _report_damage(self, id: Any) -> None:
+        """Say once what cannot be read of all that is stored; it stays as it is, and is there for nobody."""
+        if id not in self._damaged:
+            self._damaged.add(id)
+            log.warning("what is stored of %r is damaged", id)
 
     def _expired(self, session: Session) -> bool:
         ttl = self._settings.sessions_ttl_seconds if session.stored else UNSTORED_TTL_SECONDS
@@ -4343,7 +4361,8 @@ class SessionStore:
             rows += self._object_rows(session)
 
         def publish() -> None:
-            bounds = self._settings.session_buffer_frames, self._settings.session_buffer_mib * 2**20
+            settings, waits = self._settings, self._log and session.stored and self._log.degraded
+            bounds = () if waits else (settings.session_buffer_frames, settings.session_buffer_mib * 2**20)
             session.publish(made, status, now, *bounds)
             if status:
                 self._bound_memory()
@@ -4359,8 +4378,10 @@ class SessionStore:
         rows = await self._log.rows(query, (id, owner)) if self._log else []
         if not rows:
             return None
-        asked, result = rows[0]  # which may hold films
-        return await anyio.to_thread.run_sync(from_json, asked), from_json(result)
+        try:  # elsewhere: it may hold films
+            return await anyio.to_thread.run_sync(OBJECT_ROW.validate_python, rows[0])
+        except ValidationError:
+            return self._report_damage(id)
 
     def renew(self, ids: Iterable[str]) -> None:
         """Count the age of these stored answers from now on: what is still built upon must not expire."""
@@ -4474,20 +4495,23 @@ class SessionLog:
         self._lost: set[str] = set()  # sessions that would have a hole on disk: nothing of them stays there
         self._retry_at = 0.0
         self.degraded = False  # written by the thread, read by anybody
+        self.unreadable = False  # so is this: whether the last read failed
         self._thread = threading.Thread(target=self._run, name="session-log", daemon=True)
 
     def start(self) -> None:
         """Open the file and start the thread. Raises SystemExit where the file cannot be used."""
         self._loop = asyncio.get_running_loop()
         connect = functools.partial(sqlite3.connect, isolation_level=None, check_same_thread=False)
-        lock = Path(f"{self._path}.lock")
+        lock = Path(f"{self._path.resolve()}.lock")  # one for all names of the file
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             lock.touch(mode=0o600)
             self._lock = connect(lock, timeout=0.5)
             self._lock.execute("BEGIN EXCLUSIVE")
             self._path.touch(mode=0o600)
+            self._file = os.stat(self._path)
             self._db = connect(self._path, timeout=0.25)
+            self._db.text_factory = lambda text: text.decode(errors="replace")  # one bad row must not hide all others
             self._db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;")
             if (found := self._db.execute("PRAGMA user_version").fetchone()[0]) > len(SCHEMA):
                 raise sqlite3.DatabaseError(f"its schema has version {found}, this server writes {len(SCHEMA)}")
@@ -4495,9 +4519,16 @@ class SessionLog:
                 self._db.executescript(f"BEGIN; {step} PRAGMA user_version = {version}; COMMIT;")
         except (sqlite3.Error, OSError) as error:
             hint = "another server has it open" if "locked" in str(error) else error
-            raise SystemExit(f"SESSIONS_DB_PATH {self._path} cannot be used: {hint}. Choose another file or set "
-                             "PERSIST_SESSIONS=0.") from None
+            raise self.unusable(hint) from None
         self._thread.start()
+
+    def unusable(self, why: object) -> SystemExit:
+        return SystemExit(f"SESSIONS_DB_PATH {self._path} cannot be used: {why}. Choose another file or set "
+                          "PERSIST_SESSIONS=0.")
+
+    @property
+    def works(self) -> bool:
+        return not (self.degraded or self.unreadable)
 
     def write(self, session: str, statements: Sequence[Statement], then: Callable[[], None] | None = None) -> None:
         """Commit `statements`, then call `then` on the loop; in the order of the calls."""
@@ -4511,8 +4542,11 @@ class SessionLog:
             if answer.set_running_or_notify_cancel():  # else who asked has left
                 try:
                     answer.set_result(self._db.execute(query, values).fetchall())
-                except sqlite3.Error as fault:
-                    log.warning("session storage cannot be read: %s", fault)
+                    self.unreadable = False
+                except (sqlite3.Error, *UNFIT) as fault:
+                    if not self.unreadable:
+                        log.warning("session storage cannot be read: %s", fault)
+                    self.unreadable = True
                     answer.set_exception(ApiError(503, "Session storage cannot be read just now.",
                                                   "storage_unavailable", headers={"retry-after": "2"}))
 
@@ -4545,8 +4579,8 @@ class SessionLog:
                           for statement in statements]
         while self._unsaved and time.monotonic() >= self._retry_at:
             try:
-                if not self._path.exists():
-                    raise sqlite3.OperationalError("the file is gone")
+                if not os.path.samestat(os.stat(self._path), self._file):
+                    raise sqlite3.OperationalError("another file has taken its place")
                 with self._db:  # commits, or rolls back
                     self._db.execute("BEGIN IMMEDIATE")
                     for waiting in self._unsaved:
@@ -4555,16 +4589,16 @@ class SessionLog:
                 if self.degraded:
                     log.warning("session storage works again")
                 self.degraded = False
-            except sqlite3.DataError as error:  # what no file would take must not keep all others out
+            except UNFIT as error:  # what no file would take must not keep all others out
                 log.warning("session %s is not stored: %s", waiting[0], error)
                 self._lose({waiting[0]})
-            except sqlite3.Error as error:
+            except (sqlite3.Error, OSError) as error:
                 self._give_up(error)
         if done := [then for _, _, then in writes if then]:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
                 self._loop.call_soon_threadsafe(lambda: [then() for then in done])
 
-    def _give_up(self, error: sqlite3.Error) -> None:
+    def _give_up(self, error: Exception) -> None:
         if not self.degraded:
             log.warning("session storage fails (%s): streams go on, what they send is not on disk yet", error)
         self.degraded, self._retry_at = True, time.monotonic() + RETRY_SECONDS
@@ -5451,7 +5485,7 @@ class Metrics:
                 ("cache_tokens", "Tokens that the cache holds for what runs.", lambda: server.cache_room[0]),
                 ("cache_room_tokens", "Tokens that it has room for.", lambda: server.cache_room[1]),
                 ("model_ready", "Whether the model has loaded.", lambda: server.model_status == "ready"),
-                ("storage_ok", "Whether sessions reach the disk.", lambda: not (server.log and server.log.degraded))):
+                ("storage_ok", "Whether sessions reach the disk.", lambda: not server.log or server.log.works)):
             prometheus.Gauge(name, words, **options).set_function(look)
 
 
@@ -5489,7 +5523,11 @@ class Server:
         self._loop = asyncio.get_running_loop()
         if self.log:
             self.log.start()
-        for session in await self.store.interrupted():
+        try:
+            interrupted = await self.store.interrupted()
+        except ApiError:
+            raise self.log.unusable("it is damaged") from None
+        for session in interrupted:
             with contextlib.suppress(ApiError):  # a file that cannot be read
                 session.asked, session.result = await self.store.kept(session.id, session.owner) or (None, None)
             try:
@@ -5643,7 +5681,7 @@ class Server:
             "tools": self.model.tools if self.model else None,
             "senses": ["text", *sorted(self.model.senses)] if self.model else None,
             "runner": self.model.runner if self.model else None,
-            "storage": "off" if self.log is None else "degraded" if self.log.degraded else "ok",
+            "storage": "off" if self.log is None else "ok" if self.log.works else "degraded",
             "running": self.running, "queued": self.queued, "continuing": self.continuing}
 
     async def _wait_for_model(self, patiently: bool = False) -> Model:

@@ -1,7 +1,13 @@
 """A real server in its own process over a scripted model: `WORDS` (how many), `WORD_LENGTH` (at least), `SECONDS`
 (each), `LOSE_AT` (the word at which its device fails), `DIE_AT` (the word at which an answer of the seed 13 ends the
-process), settings as usual."""
+process), `CLOCK` (a file that says by how many seconds the system's clock is wrong), settings as usual."""
 import os
+import time
+from pathlib import Path
+
+if "CLOCK" in os.environ:
+    right, clock = time.time, Path(os.environ["CLOCK"])
+    time.time = lambda: right() + float(clock.read_text() or 0)
 
 import uvicorn
 from conftest import ScriptedModel, main
