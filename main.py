@@ -3832,6 +3832,7 @@ class Job:
                  past: Sequence[Produced] = ()) -> None:
         self.prompt, self.sampling, self.emit, self.owner = prompt, sampling, emit, owner
         self.past = past  # what another process has made of it
+        self.before: Callable[[], None] | None = None  # what is to be done when its turn comes
         self.prompt_ids = frozenset(prompt.tokens)
         self.choices = [Choice(self, 0)]  # that have not ended: one in prefill, all of them from the first token on
         self.started = self.forked = self.cancelled = False
@@ -3912,8 +3913,6 @@ class Engine:
         with contextlib.suppress(queue.Empty):
             while job := self._inbox.get(block=not self._running and not self._waiting):
                 self._waiting += job.choices
-                if job.past:
-                    self._replay(job)
             return False
         for choice in [choice for choice in self._running if choice.job.cancelled]:
             self._release(choice)
@@ -3926,7 +3925,7 @@ class Engine:
         """Bring a job to where another process left it: readers and grammars follow its tokens, its events are told."""
         refusal, rest = None, [Choice(job, n) for n in range(1, job.sampling.choices)]
         job.forked, job.choices = True, job.choices + rest
-        self._waiting += rest
+        self._waiting.extendleft(rest)
         try:
             choices = [choice.begin(self._model) for choice in job.choices]
             for event in job.past:
@@ -3945,6 +3944,12 @@ class Engine:
     def _begin(self, choice: Choice) -> bool:
         """Give a choice its room and let it run. False: there is none."""
         job, refusal = choice.job, None
+        if before := job.before:
+            job.before = None
+            before()
+        if job.past and not job.forked:
+            self._replay(job)
+            return True
         try:
             choice = choice if choice.reader else choice.begin(self._model)
             budget = job.sampling.max_new_tokens - len(choice.produced)
@@ -4257,12 +4262,10 @@ class SessionStore:
         self._write(session, rows, written.set)
         await written.wait()
 
-    def update(self, session: Session, column: Literal["request", "tries"], value: Any) -> asyncio.Event:
-        """Change what is kept of an unfinished session's request; the event tells when it is on disk."""
-        written = asyncio.Event()
-        change = f"UPDATE requests SET {column} = ? WHERE session = ?", (value, session.id)
-        self._write(session, [change], written.set)
-        return written
+    def update(self, session: Session, column: Literal["request", "tries"], value: Any,
+               then: Callable[[], None] = lambda: None) -> None:
+        """Change what is kept of an unfinished session's request, then call `then` on the loop. Any thread may."""
+        self._write(session, [(f"UPDATE requests SET {column} = ? WHERE session = ?", (value, session.id))], then)
 
     async def unfinished(self, session: Session) -> tuple[str, int, list[str]] | None:
         """The request of an interrupted session, how often it was tried in vain to go on, and what is behind frames."""
@@ -4425,8 +4428,8 @@ class SessionStore:
         return sorted(mine, key=lambda s: s.created, reverse=True)[:LISTED_SESSIONS]
 
     async def interrupted(self) -> list[Session]:
-        """Sessions that a killed server left unfinished. To be asked once, before the first request."""
-        await self._restore("ended IS NULL")
+        """Sessions that a killed server left unfinished, oldest first. To be asked once, before the first request."""
+        await self._restore("ended IS NULL ORDER BY created")
         return list(self._by_id.values())
 
     def _bound_memory(self) -> None:
@@ -5806,12 +5809,18 @@ class Server:
             self._engine.submit(job)
 
     async def _try(self, generation: Generation, job: Job) -> None:
-        """Go on with what another process began. The try is counted on disk before; and, so that none is blamed for
-        what another one does to the server, those that were tried before go one by one."""
-        session, tried = generation.session, generation.tries
+        """Go on with what another process began. The try is counted on disk before it begins: what waits for its place
+        does no harm. So that none is blamed for what another one does to the server, those that were tried before go
+        one by one."""
+        session, tried, counted = generation.session, generation.tries, threading.Event()
+
+        def count() -> None:  # on the engine's thread
+            self.store.update(session, "tries", tried + 1, counted.set)
+            counted.wait()
+
+        job.before = count
         async with self._trying if tried else contextlib.nullcontext():
             generation.tries += 1
-            await self.store.update(session, "tries", generation.tries).wait()
             self._engine.submit(job)
             if tried:
                 with contextlib.suppress(TimeoutError):

@@ -639,6 +639,23 @@ def test_new_requests_do_not_push_out_whoever_has_not_come_back_yet(second_life,
     assert said_by(http, new)[-1]["response"]["status"] == "completed"
 
 
+def test_an_answer_that_waits_for_its_place_has_not_been_tried(client, second_life, tmp_path):
+    model = ScriptedModel(*WORDS, gated=True)
+    first = begun(http := client(model, max_concurrent_requests=1), model)
+    second = http.post(RESPONSES, json={"input": "hi", "background": True}).json()["id"]
+    again = ScriptedModel(*WORDS, gated=True)
+    http = second_life(again, max_concurrent_requests=1)
+    try:
+        again.gate.release()
+        wait_until(lambda: http.get(f"/v1/sessions/{first}").json()["frames"] == 8)
+        with closing(sqlite3.connect(tmp_path / "life0.db")) as db:
+            assert dict(db.execute("SELECT session, tries FROM requests")) == {first: 0, second: 0}
+    finally:
+        for gate in (again.gate, model.gate):
+            gate.release(99)
+    assert [event["delta"] for event in said_by(http, second) if "delta" in event] == [*WORDS]
+
+
 def test_a_plain_json_request_is_kept_only_if_it_can_be_found_again(client, tmp_path):
     model = ScriptedModel(*WORDS, gated=True)
     http = client(model)
