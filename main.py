@@ -4433,11 +4433,13 @@ class SessionStore:
         return list(self._by_id.values())
 
     def _bound_memory(self) -> None:
-        """Above the bound of all frames, drop finished sessions from memory, the oldest first."""
+        """Above the bound of all frames, drop finished sessions from memory, the oldest first, and those last that are
+        nowhere else."""
         over = sum(s.size for s in self._by_id.values()) - self._settings.sessions_buffer_mib * 2**20
         if over <= 0 or (self._log and self._log.degraded):  # what is not on disk yet must not leave memory
             return
-        for session in sorted((s for s in self._by_id.values() if s.closed and not s.readers), key=lambda s: s.ended):
+        ended = (s for s in self._by_id.values() if s.closed and not s.readers)
+        for session in sorted(ended, key=lambda s: (not s.stored, s.ended)):  # first those that disk has, too
             over -= session.size
             self._evict(session)
             if over <= 0:

@@ -927,6 +927,20 @@ def test_above_the_bound_of_all_frames_the_oldest_finished_sessions_go_first(set
     assert 2 < len(kept) < 20 and sum(s.bytes for s in kept) <= 0.1 * 2**20
 
 
+def test_above_the_bound_those_go_first_that_disk_has_too(settings):
+    async def scenario():
+        store = main.SessionStore(settings(sessions_buffer_mib=0.1), None)
+        sessions = [main.Session(f"s{n}", "chat", stored=n > 4) for n in range(20)]
+        for session in sessions:
+            await store.begin(session)
+            store.append(session, [(None, "x" * 10_000)], status="completed")
+        return [await store.find(s.id, main.ANYBODY) for s in sessions]
+
+    found = asyncio.run(scenario())
+
+    assert all(found[:5]) and found.count(None) > 10
+
+
 def test_a_session_that_memory_let_go_is_found_on_disk(client):
     http = client(ScriptedModel(*WORDS), sessions_buffer_mib=0.001)
     frames = finish(http)
