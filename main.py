@@ -4010,9 +4010,10 @@ class Engine:
         nobody knows how far they came, begin anew. Without its device nothing can go on."""
         if refusal.code == "device_lost":
             self._lost = True
+            self._on_loss()  # nobody who hears of it may still find the server ready
             for job in dict.fromkeys(choice.job for choice in (*self._running, *self._waiting)):
                 job.emit(Failed(refusal))
-            return self._on_loss()
+            return
         jobs = [*dict.fromkeys(choice.job for choice in planned if choice.job.choices)]
         crowded = refusal.code == "server_overloaded"
         for job in jobs[-1:] if crowded else jobs:

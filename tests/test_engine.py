@@ -377,10 +377,11 @@ def test_what_no_room_will_ever_do_for_is_refused(hall):
 
 def test_without_its_device_every_job_ends_and_the_engine_says_so(hall):
     h, lost = hall(ScriptedModel(*WORDS, fail_at=2, fault=(503, "device_lost")), places=2), queue.SimpleQueue()
-    h.engine = main.Engine(h.engine._model, 2, 16, lambda: lost.put(True))
+    h.engine = main.Engine(h.engine._model, 2, 16, lambda: lost.put([type(h.of(name)[-1]) for name in "ab"]))
     for name in "abc":
         h.submit(name, budget=9)
-    assert sorted(started(h).wait(3)) == ["a", "b", "c"] and lost.get(timeout=20)
+    assert sorted(started(h).wait(3)) == ["a", "b", "c"]
+    assert main.Failed not in lost.get(timeout=20)  # before anybody else hears of it
     assert {h.of(name)[-1].error.code for name in "abc"} == {"device_lost"}
 
 
