@@ -176,10 +176,13 @@ def streaming_and_waiting(server, pool):
     return stream, plain
 
 
-@pytest.mark.parametrize("command, env", [(SCRIPTED_SERVER, {"WORDS": 5000}), (UVICORN, {"TORCH_DTYPE": "float32"})],
-                         ids=["python", "uvicorn main:app"])
+@pytest.mark.parametrize("command, env", [
+    (SCRIPTED_SERVER, {"WORDS": 5000, "RESUME_AFTER_RESTART_SECONDS": 0}),
+    (SCRIPTED_SERVER, {"WORDS": 5000, "PERSIST_SESSIONS": 0}),
+    (UVICORN, {"TORCH_DTYPE": "float32", "RESUME_AFTER_RESTART_SECONDS": 0})],
+    ids=["python", "in memory only", "uvicorn main:app"])
 def test_sigterm_ends_a_stream_and_a_json_request_honestly(start, command, env):
-    server = start(command, SHUTDOWN_GRACE_SECONDS=0.2, RESUME_AFTER_RESTART_SECONDS=0, **env)
+    server = start(command, SHUTDOWN_GRACE_SECONDS=0.2, **env)
     with ThreadPoolExecutor(2) as pool:
         stream, plain = streaming_and_waiting(server, pool)
 
@@ -483,10 +486,18 @@ def test_an_answer_that_servers_die_of_is_tried_twice_and_takes_no_other_with_it
     assert text_of(frames_of(events(server, "other").content)) == "".join(f"w{n} " for n in range(60))
 
 
-def test_what_sigterm_cuts_off_goes_on_in_the_next_server(start, tmp_path, intact):
-    server = start(SCRIPTED_SERVER, WORDS=100, SECONDS=0.02, SHUTDOWN_GRACE_SECONDS=0)
-    raw, _ = read_until_cut(server, "s1", 10, lambda: server.signal(signal.SIGTERM))
-    server.process.wait(timeout=GUARD_SECONDS)
+@pytest.mark.parametrize("signals", [1, 2])
+def test_what_sigterm_cuts_off_goes_on_in_the_next_server(start, tmp_path, intact, signals):
+    server = start(SCRIPTED_SERVER, WORDS=100, SECONDS=0.05, SHUTDOWN_GRACE_SECONDS=0 if signals == 1 else 300)
+
+    def stop():
+        server.signal(signal.SIGTERM)
+        if signals == 2:
+            wait_until(lambda: "stopping" in Path(server.log).read_text())
+            server.signal(signal.SIGTERM)
+
+    raw, _ = read_until_cut(server, "s1", 10, stop)
+    assert server.process.wait(timeout=GUARD_SECONDS) == (-signal.SIGTERM if signals == 1 else 128 + signal.SIGTERM)
     intact()
 
     server = start(SCRIPTED_SERVER, WORDS=100)
