@@ -181,8 +181,8 @@ def hook(event, args):
 libraries = (*filter(None, sys.path), sys.prefix, sys.base_prefix, "/usr", "/etc", "/proc", "/dev")
 sys.addaudithook(hook)
 import main
-assert not seen, seen
-assert not {"torch", "transformers", "tokenizers"} & set(sys.modules)
+found = seen + sorted({"torch", "transformers", "tokenizers"} & set(sys.modules))
+sys.exit(str(found) if found else 0)
 """
 
 
