@@ -97,6 +97,14 @@ def _listed(item: str) -> str:
     return rf"^\s*({item}\s*(,\s*|$))*$"
 
 
+def _token(given: SecretStr) -> SecretStr:
+    """A token as it can be sent in a header: what a library cannot send it complains of word by word, in the log."""
+    token = given.get_secret_value().strip()
+    if not re.fullmatch(r"[!-~]*", token):
+        raise ValueError("a token has letters, digits and marks of ASCII only")
+    return SecretStr(token)
+
+
 class Settings(BaseModel, frozen=True):
     """What the operator decides. The field's description is its documentation."""
 
@@ -129,7 +137,8 @@ class Settings(BaseModel, frozen=True):
         "unsloth/Qwen3-4B-Instruct-2507", min_length=1,
         description="Hub id (`id@revision` allowed), folder, `repo-or-folder:file.gguf`, or `demo`.")
     models_dir: Path = Field(Path("models"), description="Where the demo model is kept once it is converted.")
-    hf_token: SecretStr | None = Field(None, description="Hub token for gated or private models. Never logged.")
+    hf_token: Annotated[SecretStr, AfterValidator(_token)] | None = Field(
+        None, description="Hub token for gated or private models. Never logged.")
     trust_remote_code: bool = Field(
         True, description="Run code that the operator's model repository ships. A request can never name another one.")
     allow_pickle: bool = Field(
@@ -1896,7 +1905,7 @@ def _load_parts(source: ModelSource, settings: Settings, report: Report, **optio
     except (ImportError, OSError, ValueError) as error:
         if kind is AutoModelForCausalLM:
             raise
-        log.warning("the model's processor cannot be loaded, so it takes text only: %s", error)
+        log.warning("the model's processor cannot be loaded, so it takes text only: %s", " ".join(str(error).split()))
         processor = AutoTokenizer.from_pretrained(source.repo, **options)
     report(Progress("weights"))
     dtype = _choose_dtype(settings, config)

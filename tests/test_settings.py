@@ -199,6 +199,18 @@ def test_the_token_is_in_no_printed_form_of_the_settings():
     assert "hf_secret" not in f"{settings!r} {settings} {settings.model_dump_json()}"
 
 
+@pytest.mark.parametrize("written", ["hf_secret\n", " hf_secret\r", "hf_secret"], ids=ascii)
+def test_what_a_copied_token_brings_along_is_left_out(written):
+    assert main.Settings.from_env({"HF_TOKEN": written}).hf_token.get_secret_value() == "hf_secret"
+
+
+@pytest.mark.parametrize("token", ["hf_secret\n\nhf_2", "hf_sécret", "hf_secret x", "hf_\x01secret"], ids=ascii)
+def test_a_token_that_no_header_can_carry_stops_the_start_and_is_not_shown(token, tmp_path):
+    done = python([str(ROOT / "main.py")], tmp_path, HF_TOKEN=token)
+    assert done.returncode != 0 and "HF_TOKEN" in done.stderr
+    assert not any(word in done.stderr + done.stdout for word in ("Traceback", "secret", "sécret"))
+
+
 def test_neither_token_nor_prompt_nor_answer_is_logged(client, caplog):
     caplog.set_level(logging.DEBUG)
     served = client(ScriptedModel("the", "answer"), hf_token="hf_secret", log_level="DEBUG")
