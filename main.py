@@ -6512,6 +6512,8 @@ class Door(FastAPI):
                 route = getattr(scope.get("route"), "path", "none")  # as it is declared: names and ids are no labels
                 server.metrics.requests.labels(route, message["status"]).inc()
                 MutableHeaders(scope=message).update({"x-request-id": scope["request_id"], **allowance(scope, server)})
+            if scope["transport"] and scope["transport"].is_closing():
+                send.__self__.disconnected = True  # uvicorn has refused the rest of the body itself: it would stumble
             await send(message)
 
         try:
@@ -6578,10 +6580,11 @@ def check_headers(scope: Any) -> None:
     if len(scope["headers"]) > MAX_HEADERS or sum(map(len, parts)) > MAX_HEADER_BYTES:
         raise ApiError(431, f"A request has at most {MAX_HEADERS} headers, of {MAX_HEADER_BYTES} bytes with its path.",
                        "headers_too_large", headers={"connection": "close"})
-    if len({name for name, _ in scope["headers"]} & {b"content-length", b"transfer-encoding"}) == 2:
+    lengths = [value for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding")]
+    if len(lengths) > 1 or not all(re.fullmatch(rb"[0-9]{1,18}|chunked", value, re.IGNORECASE) for value in lengths):
         # Somebody before us may have read it as the other length says, and take its rest for another request.
-        raise ApiError(400, "Content-Length and Transfer-Encoding exclude each other.", "invalid_request",
-                       headers={"connection": "close"})
+        raise ApiError(400, "A request has one Content-Length in digits, or `Transfer-Encoding: chunked`.",
+                       "invalid_request", headers={"connection": "close"})
 
 
 def caller(scope: Any, headers: Headers, server: Server) -> str:

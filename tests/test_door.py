@@ -585,6 +585,22 @@ def test_a_body_of_two_lengths_is_refused_and_its_connection_closed(live):
     assert said.startswith(b"HTTP/1.1 400 ") and said.count(b"HTTP/1.1 ") == 1
 
 
+@pytest.mark.parametrize("length", ["x", "-1", "1.5", "", " ", "9" * 30, "4, 4", "٣".encode()], ids=ascii)
+def test_a_length_that_is_none_is_refused(client, length):
+    answer = client(ScriptedModel("a")).post(CHAT, json=chat(), headers={"content-length": length})
+    assert error_of(answer) == (400, "invalid_request") and answer.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("body", [b"zz\r\n", b"4\r\n{}{}zz", b"-1\r\n"], ids=ascii)
+def test_a_body_that_is_no_http_is_refused_once_and_is_no_crash(live, caplog, body):
+    request = f"POST {CHAT} HTTP/1.1\r\nhost: x.example\r\ntransfer-encoding: chunked\r\n\r\n".encode() + body
+    base = live(ScriptedModel("a"))
+    said = talk(base, request)
+    assert re.match(rb"HTTP/1\.1 4\d\d ", said) and said.count(b"HTTP/1.1 ") == 1
+    assert httpx2.get(f"{base}/health").status_code == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 SHAPES = {"lists": b"[" * 100_000, "objects": b'{"a":' * 100_000, "lists in messages": b'{"messages":' + b"[" * 100_000}
 
 
