@@ -4038,7 +4038,8 @@ class Engine:
         fresh = [choice for choice in self._running if choice.job.prompt.media is not None and not choice.fed]
         others = [choice for choice in self._running if choice not in fresh]
         self._alone = bool(fresh) and not (self._alone and others)
-        shares = {fresh[0]: fresh[0].left} if self._alone else self._shares(others)
+        # What it had answered before it gave way or its server died follows: media's masks end with the prompt.
+        shares = {fresh[0]: len(fresh[0].job.prompt.tokens)} if self._alone else self._shares(others)
         plan = []
         for choice in [choice for choice in self._running if choice in shares]:
             size, job = shares[choice], choice.job
@@ -4059,7 +4060,8 @@ class Engine:
         for choice in sorted(prompts, key=lambda choice: choice.left if in_pieces else 0):
             kept = 0 if choice is prompts[0] else kept
             if room > kept:
-                shares[choice] = min(choice.left, room - kept) if in_pieces else choice.left
+                whole = 1 if choice.fed else choice.left
+                shares[choice] = min(choice.left, room - kept) if in_pieces else whole
                 room -= shares[choice]
         return shares
 

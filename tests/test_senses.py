@@ -240,6 +240,7 @@ class Pair:
 
     def __init__(self, folder):
         chosen = main.Settings(model_repo_id=str(folder), device_map="cpu", torch_dtype="float32")
+        self.folder = folder
         self.model = main.load_model(chosen, lambda _: None)
         self.processor = AutoProcessor.from_pretrained(folder)
         self.template, self.known = self.processor.chat_template, {}
@@ -335,7 +336,7 @@ def chat(turns):
     return main.Chat(tuple(said))
 
 
-def ask(model, *chats, count=16, places=8, **sampling):
+def ask(model, *chats, count=16, places=8, past=(), owner="", **sampling):
     """The events of these chats' jobs, all at once in one engine."""
     engine, ends, said = main.Engine(model, places=places, batch=16), queue.SimpleQueue(), [[] for _ in chats]
 
@@ -346,7 +347,7 @@ def ask(model, *chats, count=16, places=8, **sampling):
 
     options = main.Sampling(**{"temperature": 0.0, **sampling}, max_new_tokens=count)
     for n, turns in enumerate(chats):
-        engine.submit(main.Job(model.prepare(chat(turns)), options, functools.partial(emit, n)))
+        engine.submit(main.Job(model.prepare(chat(turns)), options, functools.partial(emit, n), owner, past))
     engine.start()
     for _ in range(len(chats) * options.choices):
         ends.get(timeout=60)
@@ -360,6 +361,17 @@ def first_logits(model, turns):
     logits = model.forward([main.Work(state, prompt.tokens, 1, prompt.media)])[0]
     model.close(state, keep=False)
     return logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_about_media_goes_on_from_what_it_had_said(pair, family):
+    model, turns = pair(family).model, question(sound(1) if family == "qwen2_audio" else picture(1))
+    told = ask(model, turns)[0]
+    past = [event for event in told if isinstance(event, main.Produced)][:7]
+
+    went_on = ask(model, turns, past=past, owner="of a cache without it")[0]
+
+    assert len(tokens_of(told)) > len(past) and tokens_of(went_on) == tokens_of(told)
 
 
 def question(*parts):
@@ -915,3 +927,35 @@ def test_a_text_that_speaks_of_pdf_is_a_text(serve):
     text = b"A PDF begins with %PDF-1.7."
     part = {"type": "file", "file": {"file_data": base64.b64encode(text).decode()}}
     assert asked(serve("qwen2_5_vl"), [part])[1] > 0
+
+
+def test_a_stream_about_a_picture_and_a_film_that_a_server_died_in_is_that_of_an_undisturbed_one(pair, start, tmp_path):
+    shown = tmp_path / "film.mkv"
+    shown.write_bytes(mkv())
+    parts = [{"type": "text", "text": "What is this? "},
+             {"type": "image_url", "image_url": {"url": as_url(png(), "image")}},
+             {"type": "video_url", "video_url": {"url": shown.as_uri()}}]
+    body = {"messages": [{"role": "user", "content": parts}], "stream": True, "temperature": 1, "seed": 5,
+            "max_tokens": 500, "ignore_eos": True}
+    env = {"MODEL_REPO_ID": pair("qwen2_5_vl").folder, "DEVICE_MAP": "cpu", "TORCH_DTYPE": "float32",
+           "MEDIA_ROOT": tmp_path, "OMP_NUM_THREADS": 1}
+
+    def told(frames):
+        return [json.loads(frame["data"])["choices"] for frame in frames[:-1]]
+
+    server = start(**env)
+    whole = parse_sse(httpx2.post(server.base + CHAT, json=body, timeout=300).text)
+    held = b""
+    with httpx2.stream("POST", server.base + CHAT, json={**body, "session_id": "cut"}, timeout=300) as stream:
+        for chunk in stream.iter_raw():
+            held += chunk
+            if held.count(b"\n\n") > 20:
+                break
+        server.kill()
+    shown.unlink()  # what was asked about is kept with the request
+    server = start(**env)
+    frames = parse_sse(httpx2.get(f"{server.base}/v1/sessions/cut/events", timeout=300).text)
+
+    known = parse_sse(held[:held.rindex(b"\n\n") + 2].decode())
+    assert len(whole) > 2 * len(known) > 40 and frames[:len(known)] == known
+    assert told(frames) == told(whole)
