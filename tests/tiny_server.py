@@ -1,5 +1,5 @@
 """A real server in its own process over a tiny real model in float32: `SECONDS` (a step that feeds no prompt takes at
-least), `SEED` (of its weights), settings as usual."""
+least), `SEED` (of its weights), `ROOM` (tokens that its cache holds), settings as usual."""
 import os
 import time
 
@@ -13,7 +13,7 @@ tiny.CONTEXT = 4096
 
 def load(settings, report):
     tiny.FAMILIES["llama"]["seed"] = int(os.environ.get("SEED", "5"))
-    model = tiny.model("llama")
+    model = tiny.model("llama", room=int(os.environ.get("ROOM", "0")) or None)
     forward, seconds = model.forward, float(os.environ.get("SECONDS", "0"))
 
     def slow(work):
