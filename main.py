@@ -6236,12 +6236,15 @@ class Reader(EventSourceResponse):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         # A close would wait for the reader to take what is on its way.
         self._cut = scope["transport"].abort if scope["transport"] else lambda: None
+        # The library has no timeout for a stream's last message, which waits for those before it.
+        send_in_time = functools.partial(self._send_with_timeout, send)
         with self._server.reading(self._session):
             try:
-                await super().__call__(scope, receive, send)
+                await super().__call__(scope, receive, send_in_time)
             except SendTimeoutError:
                 log.info("session %s: a reader took nothing and was dropped", self._session.id)
                 self._cut()
+                await anyio.sleep(0)  # until uvicorn has heard of it
 
     async def _frames(self, after: int, ids: bool) -> AsyncIterator[bytes]:
         try:
