@@ -1,7 +1,9 @@
 """What the tests share: a model that says what it is told, clients in process and over real sockets, real servers."""
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -13,6 +15,7 @@ import time
 from pathlib import Path
 
 import httpx2
+import psutil
 import pytest
 import uvicorn
 from fastapi import testclient
@@ -162,6 +165,26 @@ def wait_until(condition, seconds=20.0):
             return result
         time.sleep(0.01)
     raise AssertionError(f"not within {seconds} s: {condition}")
+
+
+POOLS = ("tokenize", "media", "AnyIO worker")  # of threads, bounded, that stay
+
+
+def held(server):
+    """What a server in this process holds on to: threads, open files, tasks, generations, readers, bodies' bytes."""
+    async def tasks():
+        return len(asyncio.all_tasks())
+
+    gc.collect()
+    process, own = psutil.Process(), [t for t in threading.enumerate() if not t.name.startswith(POOLS)]
+    return (len(own), process.num_handles() if os.name == "nt" else process.num_fds(),
+            asyncio.run_coroutine_threadsafe(tasks(), server._loop).result(20), len(server._generations),
+            server.readers, server.held_bytes)
+
+
+def wait_until_no_more(look, before):
+    """Wait until what `look` counts is no more than it was before."""
+    wait_until(lambda: all(now <= then for now, then in zip(look(), before, strict=True)))
 
 
 @pytest.fixture

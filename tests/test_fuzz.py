@@ -1,16 +1,13 @@
 """Whatever is sent, the server answers in OpenAI's words, never with a crash, and keeps nothing of it. What is sent is
 drawn: the same every time, about a minute of it; `FUZZ=20` draws twenty times as much, and never the same."""
-import asyncio
 import base64
 import contextlib
-import gc
 import io
 import json
 import os
 import re
 import socket
 import string
-import threading
 from copy import deepcopy
 from urllib.parse import quote
 
@@ -18,7 +15,7 @@ import psutil
 import pytest
 import schemathesis
 import tiny
-from conftest import SCRIPTED_SERVER, ScriptedModel, TestClient, chat, main, parse_sse, wait_until
+from conftest import SCRIPTED_SERVER, ScriptedModel, TestClient, chat, held, main, parse_sse, wait_until_no_more
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -39,21 +36,6 @@ class SensingModel(ScriptedModel):
     """Looks at and hears everything, and says three words of it."""
 
     senses, audio_rate = frozenset({"image", "video", "audio"}), 16_000
-
-
-POOLS = ("tokenize", "media", "AnyIO worker")  # of threads, bounded, that stay
-
-
-def held(http):
-    """What a server holds on to: threads, open files, tasks, generations, readers, and bytes of requests."""
-    async def count():
-        return len(asyncio.all_tasks())
-
-    server, process = http.app.state.server, psutil.Process()
-    gc.collect()
-    own = [thread for thread in threading.enumerate() if not thread.name.startswith(POOLS)]
-    return (len(own), process.num_handles() if os.name == "nt" else process.num_fds(), http.portal.call(count),
-            len(server._generations), server.readers, server.held_bytes)
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +70,9 @@ def real(serve, one_thread):
 @pytest.fixture
 def http(scripted):
     """A server that afterwards holds no more than before."""
-    before = held(scripted)
+    before = held(scripted.app.state.server)
     yield scripted
-    wait_until(lambda: all(now <= then for now, then in zip(held(scripted), before, strict=True)))
+    wait_until_no_more(lambda: held(scripted.app.state.server), before)
 
 
 # -- what an answer must be ------------------------------------------------------------------------------------
@@ -448,6 +430,6 @@ def test_no_bytes_on_the_wire_make_the_server_fail(start):
 
     tried()
     assert server.answers()
-    wait_until(lambda: all(now <= then for now, then in zip(kept(), before, strict=True)))
+    wait_until_no_more(kept, before)
     log = server.log.read_text()
     assert "Traceback" not in log, log[log.index("Traceback") - 300:][:6000]
