@@ -6538,23 +6538,25 @@ class Door(FastAPI):
 
 
 def bound_waiting(config: Any, app: Door) -> None:
-    """Have uvicorn drop connections that do not bring a request's headers in time; it would wait for ever. Before the
-    first request nothing knows of a connection but the factory of its protocol, so the clock is started there."""
+    """Have uvicorn drop connections that do not bring a request's headers in time, or take nothing of the rest of an
+    answer; it would wait for ever. Before the first request nothing knows of a connection but the factory of its
+    protocol, so the clock is started there."""
     make = getattr(config, "http_protocol_class", None)
 
     def connected(**options: Any) -> Any:
         protocol, seconds = make(**options), app.state.server.settings.send_timeout_seconds
         loop, alive = asyncio.get_running_loop(), weakref.ref(protocol)  # a clock must not keep what has closed
 
-        def look(before: Callable[[], Any]) -> None:
+        def look(before: Callable[[], Any], unsent: int = 0) -> None:
             transport = getattr(alive(), "transport", None)
-            if transport is None or transport.is_closing():
+            left = transport.get_write_buffer_size() if transport else 0
+            if transport is None or (transport.is_closing() and not left):
                 return
             cycle = getattr(alive(), "cycle", None)  # the last request, if there was one
             waits = cycle is None or cycle.response_complete
-            if cycle is before():  # it waited when we looked before, and no request has come since
+            if cycle is before() and left == unsent:  # it waited when we looked before, and nothing has moved since
                 return transport.abort()
-            loop.call_later(seconds, look, weakref.ref(cycle) if waits else lambda: look)
+            loop.call_later(seconds, look, weakref.ref(cycle) if waits else lambda: look, left)
 
         loop.call_later(seconds, look, lambda: None)
         return protocol

@@ -521,9 +521,12 @@ def test_what_has_just_been_answered_gets_a_whole_turn_of_the_clock():
 
         looks, response_complete, left = 0, False, None
 
-        def is_closing(self):
+        def get_write_buffer_size(self):
             self.looks += 1
             self.response_complete = self.looks > 1
+            return 0
+
+        def is_closing(self):
             return False
 
         def abort(self):
@@ -541,6 +544,22 @@ def test_what_has_just_been_answered_gets_a_whole_turn_of_the_clock():
         return connection.left
 
     assert asyncio.run(asyncio.wait_for(watched(), 20)) == 3
+
+
+def test_an_answer_that_is_taken_slowly_is_not_cut(live):
+    base = live(ScriptedModel("x" * 30_000_000), send_timeout_seconds=0.4)
+    host, port = base.removeprefix("http://").split(":")
+    body, taken = json.dumps(chat()), 0
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+        slow.connect((host, int(port)))
+        slow.sendall((f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+                      f"content-length: {len(body)}\r\n\r\n{body}").encode())
+        while taken < 30_000_000:
+            piece = slow.recv(2**20)
+            assert piece, f"cut after {taken} bytes"
+            taken += len(piece)
+            time.sleep(0.005)
 
 
 def test_a_stream_is_not_taken_for_a_connection_that_waits(live):
