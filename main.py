@@ -2024,6 +2024,7 @@ def _packed_linear() -> type:
         def __init__(self, linear: Any, to_int8: bool, in_blocks: bool) -> None:
             super().__init__()
             weight, self.bias, self.few = linear.weight.detach(), linear.bias, -1
+            self.register_buffer("sample", weight.flatten()[:: weight.numel() // 8 + 1].clone(), False)
             if to_int8:
                 self.few = FEW_ROWS if in_blocks else FEW_ROWS_ALONE
                 scale = (weight.abs().amax(1) / 127).clamp(min=torch.finfo(weight.dtype).tiny)
@@ -3019,7 +3020,8 @@ class Model:
     def _fingerprint(self) -> bytes:
         """A hash that tells other models from this one: of its name, configuration, and a little of every weight."""
         made = hashlib.blake2b(f"{self.name}{self._network.config.to_json_string()}".encode(), digest_size=16)
-        for name, weight in self._network.named_parameters():
+        packed = ((name, weight) for name, weight in self._network.named_buffers() if name.endswith(".sample"))
+        for name, weight in itertools.chain(self._network.named_parameters(), packed):
             made.update(f"{name}{tuple(weight.shape)}".encode())
             with contextlib.suppress(Exception):  # a door to foreign code: not every kind of weight shows its numbers
                 made.update(weight.detach().flatten()[:: weight.numel() // 8 + 1].float().cpu().numpy().tobytes())

@@ -87,6 +87,19 @@ def test_weights_are_loaded_as_int8_where_the_operator_asks_for_it_and_bf16_in_b
     assert loaded.runner == "flat batch" and found == [int8, blocks]
 
 
+@pytest.mark.parametrize("to_int8", [None, False, True])
+def test_other_weights_are_another_model_however_they_are_kept(to_int8):
+    def fingerprint(change=0.0):
+        network = tiny.network("llama")
+        with torch.no_grad():
+            network.model.layers[1].self_attn.k_proj.weight += change
+        if to_int8 is not None:
+            main.pack_linears(network, to_int8)
+        return main.Model("llama", tiny.tokenizer(), network).fingerprint
+
+    assert fingerprint() == fingerprint() != fingerprint(0.01)
+
+
 # -- what others quantise ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("chosen", "gguf", "words"), [
     ("int4", None, "needs a GPU: choose `int8`"), ("bnb-4bit", None, "pip install bitsandbytes"),
