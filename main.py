@@ -2012,6 +2012,7 @@ def _quantization(settings: Settings, source: ModelSource, dtype: torch.dtype) -
 
 # Up to so many rows the int8 product is the fastest: beside oneDNN's blocks, and where there are none (measured).
 FEW_ROWS, FEW_ROWS_ALONE = 4, 16
+HUGE_PAGE, MADV_COLLAPSE = 2**21, 25  # bytes; of Linux 6.1 and later
 
 
 def _packed_linear() -> type:
@@ -2070,6 +2071,22 @@ def pack_linears(network: Any, to_int8: bool) -> None:
         network.set_submodule(name, packed(network.get_submodule(name), to_int8, in_blocks))
     kinds = (("int8", to_int8), (f"{network.dtype} in blocks".removeprefix("torch."), in_blocks))
     log.info("weights are kept as %s", " and ".join(kind for kind, is_so in kinds if is_so) or "they are")
+    use_huge_pages()
+
+
+def use_huge_pages() -> None:
+    """Have Linux lay what is in memory now into pages of 2 MiB, as far as it can: weights are read faster so."""
+    import psutil
+
+    if sys.platform != "linux":
+        return
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    for part in psutil.Process().memory_maps(grouped=False):
+        first, end = (int(address, 16) for address in part.addr.split("-"))
+        first, end = -(-first // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
+        if part.path in ("[anon]", "[heap]") and min(part.rss, end - first) >= HUGE_PAGE:
+            advise(first, end - first, MADV_COLLAPSE)  # what it refuses stays as it is
 
 
 LOAD_CAUSES = (  # phrases and names of errors, which a model's own name hardly holds -> what they mean, what to do

@@ -1,8 +1,12 @@
 """Weights of fewer bits: how close they come, what cannot be had. Steps compiled or captured: no answer changes."""
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import re
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -98,6 +102,22 @@ def test_other_weights_are_another_model_however_they_are_kept(to_int8):
         return main.Model("llama", tiny.tokenizer(), network).fingerprint
 
     assert fingerprint() == fingerprint() != fingerprint(0.01)
+
+
+def in_huge_pages():
+    told = re.search(r"AnonHugePages: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
+    return int(told[1]) * 1024
+
+
+def test_what_is_read_most_lies_in_huge_pages_where_the_system_can():
+    held = torch.ones(2**24)
+    first = -(-held.data_ptr() // main.HUGE_PAGE) * main.HUGE_PAGE
+    if sys.platform != "linux" or ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(main.HUGE_PAGE), main.MADV_COLLAPSE):
+        pytest.skip("the system has no such pages")
+    before = in_huge_pages()
+    main.use_huge_pages()
+    assert in_huge_pages() > before + held.nbytes // 2 and bool((held == 1).all())
 
 
 # -- what others quantise ------------------------------------------------------------------------------------------
