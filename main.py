@@ -35,6 +35,7 @@ import itertools
 import json
 import logging
 import math
+import mmap
 import os
 import queue
 import re
@@ -2237,11 +2238,14 @@ class Pool:
         shape = like.shape[1], tokens, like.shape[3]
         if like.device.type != "cpu":
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
-        # Pages that the system has not given out yet: what is never used takes no memory.
-        size = math.prod(shape) * like.element_size()
-        pages = numpy.zeros(size + 64, numpy.uint8)
-        first = -pages.ctypes.data % 64  # as vectors are read fastest
-        return torch.from_numpy(pages[first: first + size]).view(like.dtype).view(shape)
+        # Pages that the system has not given out yet: what is never used takes no memory. Small ones: it would clear
+        # all of a huge one when it is first touched, hundreds of them for a sequence, which then waited for long.
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        pages = mmap.mmap(-1, math.prod(shape) * like.element_size(), **private)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            with contextlib.suppress(OSError):  # a system without any
+                pages.madvise(mmap.MADV_NOHUGEPAGE)
+        return torch.frombuffer(pages, dtype=like.dtype).view(shape)
 
     # What transformers asks of a cache.
     def update(self, key: Any, value: Any, layer: int, *_: Any, kwargs: dict[str, Any], **__: Any) -> tuple[Any, Any]:
