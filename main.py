@@ -65,6 +65,7 @@ import httpx2
 import numpy
 import prometheus_client as prometheus
 import pydantic
+import threadpoolctl
 import uvicorn
 from dotenv import dotenv_values, load_dotenv
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
@@ -2073,6 +2074,14 @@ def pack_linears(network: Any, to_int8: bool) -> None:
     kinds = (("int8", to_int8), (f"{network.dtype} in blocks".removeprefix("torch."), in_blocks))
     log.info("weights are kept as %s", " and ".join(kind for kind, is_so in kinds if is_so) or "they are")
     use_huge_pages()
+
+
+def use_one_core() -> None:
+    """Keep what this thread computes to one core. Where threads beside the engine's share out their work as well, more
+    compute than there are cores; OpenMP then lets them sleep between any two products, and steps take twice as long."""
+    if torch := sys.modules.get("torch"):
+        torch.get_num_threads()  # at its first call torch sets the thread up, as it would later on
+        threadpoolctl.threadpool_limits(1, "openmp")
 
 
 def use_huge_pages() -> None:
@@ -5550,7 +5559,8 @@ class Server:
         self._arrived: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()  # from other threads
         self._taking_in = False  # whether the loop has been told
         # Media have threads of their own, and whoever waits for somebody's network holds no place of those who look.
-        self._pool, self._media_pool = ThreadPoolExecutor(2, "tokenize"), ThreadPoolExecutor(2, "media")
+        self._pool = ThreadPoolExecutor(2, "tokenize", use_one_core)
+        self._media_pool = ThreadPoolExecutor(2, "media", use_one_core)
         self._counting, self._recalling = asyncio.Semaphore(), asyncio.Semaphore()
         self._reading, self._looking = asyncio.Semaphore(2), asyncio.Semaphore(2)
         self._fetching, self._trying = asyncio.Semaphore(MAX_FETCHING), asyncio.Semaphore()

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import tiny
 import torch
-from conftest import ROOT, main, tokens_of
+from conftest import ROOT, chat, main, tokens_of
 from test_batch import text
 from test_model import run
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -118,6 +118,19 @@ def test_what_is_read_most_lies_in_huge_pages_where_the_system_can():
     before = in_huge_pages()
     main.use_huge_pages()
     assert in_huge_pages() > before + held.nbytes // 2 and bool((held == 1).all())
+
+
+def test_only_the_engines_thread_shares_its_work_out_to_several_cores(client):
+    chosen, counts = tiny.model("llama"), {}
+
+    def note(name, call):
+        setattr(chosen, name, lambda *given: (counts.update({name: torch.get_num_threads()}), call(*given))[1])
+
+    note("prepare", chosen.prepare)
+    note("forward", chosen.forward)
+    torch.set_num_threads(3)  # of every thread that has not computed yet
+    assert client(chosen).post("/v1/chat/completions", json=chat("hi", max_tokens=2)).status_code == 200
+    assert counts == {"prepare": 1, "forward": 3}
 
 
 # -- what others quantise ------------------------------------------------------------------------------------------
