@@ -3037,8 +3037,8 @@ class Model:
         self.prefills_in_pieces, self.runs_alone = self._try_out()
         self._choose_runner(cache_gib, cache_fraction)
         self.fingerprint = self._fingerprint()
-        # Larger steps compute prompts faster, and keep everybody else waiting longer.
-        self.batch_tokens = 128 if network.device.type == "cpu" else 2048
+        # Larger steps compute prompts faster, and keep everybody else waiting longer: of one alone, whoever comes next.
+        self.batch_tokens, self.lone_batch_tokens = (128, 256) if network.device.type == "cpu" else (2048, 2048)
 
     @functools.cached_property
     def _plain_encoder(self) -> Any:
@@ -3916,8 +3916,9 @@ class Engine:
 
     def __init__(self, model: Model, places: int, batch: int, on_loss: Callable[[], None] = lambda: None,
                  on_step: Callable[[float], None] = lambda seconds: None,
-                 on_preemption: Callable[[], None] = lambda: None) -> None:
+                 on_preemption: Callable[[], None] = lambda: None, lone_batch: int = 0) -> None:
         self._model, self.places, self._batch = model, 1 if model.runs_alone else places, batch
+        self._lone_batch = lone_batch or batch  # tokens of a step that keeps nobody waiting
         self._on_loss, self._lost = on_loss, False  # of the device
         self._on_step, self._on_preemption = on_step, on_preemption
         self.busy_since: float | None = None  # on the monotonic clock, while a step is under way
@@ -4085,7 +4086,8 @@ class Engine:
         """One token of each answer under way, and of prompts what the batch has room for: the shortest first, which
         hardly keeps the others waiting, but half of it for the one that has waited longest."""
         shares = {choice: 1 for choice in choices if choice.left == 1}
-        room = max(self._batch - len(shares), self._batch // 4)  # however many answers are under way
+        batch = self._lone_batch if len(self._running) == 1 else self._batch
+        room = max(batch - len(shares), batch // 4)  # however many answers are under way
         prompts = [choice for choice in choices if choice.left > 1]
         kept = min(prompts[0].left, room // 2) if prompts else 0
         in_pieces = self._model.prefills_in_pieces
@@ -5685,10 +5687,11 @@ class Server:
             log.error("model load failed after %.1f s: %s", seconds, error.detail)
             return
         self.model_status, self.model = "ready", loading.result()
-        batch = self.settings.max_batch_tokens or self.model.batch_tokens
+        asked = self.settings.max_batch_tokens
+        batch, lone = (asked, asked) if asked else (self.model.batch_tokens, self.model.lone_batch_tokens)
         self._engine = Engine(self.model, self.settings.max_concurrent_requests, batch,
                               functools.partial(self._deliver, self._end_process), self.metrics.step.observe,
-                              self.metrics.preemptions.inc)
+                              self.metrics.preemptions.inc, lone)
         self._engine.start()
         log.info("model ready after %.1f s: %s, context %d", seconds, self.model.name, self.model.context)
 

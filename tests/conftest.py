@@ -42,7 +42,7 @@ class ScriptedModel:
     """
 
     name, prefills_in_pieces, runs_alone, stop_ids = "scripted", True, False, frozenset({END})
-    runner, room, batch_tokens, fingerprint = "scripted", None, 512, b"scripted"
+    runner, room, batch_tokens, lone_batch_tokens, fingerprint = "scripted", None, 512, 512, b"scripted"
     tools, senses, audio_rate = "native", frozenset(), None
     defaults = main.Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 

@@ -39,8 +39,8 @@ class Recorder(ScriptedModel):
 class Hall:
     """An engine and what its jobs said, in order, as (job's name, event)."""
 
-    def __init__(self, model, places=4, chunk=16):
-        self.engine = main.Engine(model, places, chunk)
+    def __init__(self, model, places=4, chunk=16, lone=0):
+        self.engine = main.Engine(model, places, chunk, lone_batch=lone)
         self.said = []
         self.ends = queue.SimpleQueue()
 
@@ -141,6 +141,15 @@ def test_short_prompts_overtake_a_long_one_which_keeps_half_of_each_step(hall):
         h.submit(name, budget=1, prompt=size)
     assert started(h).wait(3) == ["third", "second", "first"]
     assert [dict(step).get(0, 0) for step in model.steps] == [8, 8, 8, 10, 16, 14]
+
+
+def test_a_prompt_takes_larger_steps_while_it_is_alone(hall):
+    model = Recorder(*WORDS)
+    h = hall(model, chunk=16, lone=40)
+    h.submit("short", budget=1, prompt=24)
+    h.submit("long", budget=2, prompt=120)
+    started(h).wait(2)
+    assert [dict(step) for step in model.steps] == [{0: 16}, {0: 8, 1: 8}, {1: 40}, {1: 40}, {1: 32}, {1: 1}]
 
 
 def test_a_prompt_goes_whole_to_a_model_that_cannot_take_it_in_pieces(hall):
