@@ -1,6 +1,7 @@
 """What a server's death costs: nothing that a client holds, and the next one goes on. Real processes, a real database
-file, real signals. `KILLS=30` kills more often."""
+file, real signals. `KILLS=30` kills more often, `KILLS_MODEL=<folder>` kills servers of that model."""
 import contextlib
+import functools
 import json
 import math
 import os
@@ -23,6 +24,8 @@ CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 TINY_SERVER = (sys.executable, str(ROOT / "tests" / "tiny_server.py"))
 UVICORN = (sys.executable, "-m", "uvicorn", "main:app", "--port", "{port}")
 KILLS = int(os.environ.get("KILLS", "5"))
+KILLS_MODEL = {"MODEL_REPO_ID": os.path.abspath(os.environ["KILLS_MODEL"]),
+               "TORCH_DTYPE": "float32"} if "KILLS_MODEL" in os.environ else {}
 GUARD_SECONDS = 60  # for what takes a second or two; far below every grace that would be waited out
 
 
@@ -433,13 +436,14 @@ def kill_sometime(server, streams, draw, early):
 def test_streams_that_servers_died_in_again_and_again_are_those_of_an_undisturbed_one(tiny_server, tmp_path, intact):
     whole, cut = [Stream(label) for label in ASKED], [Stream(label) for label in ASKED]
     draw, killed_in, early = random.Random(), 0, False
+    server_of = functools.partial(tiny_server, EAGER_LOAD_MODEL=1, **KILLS_MODEL)
     with ThreadPoolExecutor(len(ASKED)) as pool:
-        server = ready(tiny_server(SESSIONS_DB_PATH=tmp_path / "undisturbed.db", EAGER_LOAD_MODEL=1))
+        server = ready(server_of(SESSIONS_DB_PATH=tmp_path / "undisturbed.db"))
         followed(server, whole, pool)
         expected = dict(objects(server, whole))
         server.kill()
         for _ in range(KILLS):
-            server = tiny_server(SECONDS=0.006 * KILLS, SHUTDOWN_GRACE_SECONDS=0, EAGER_LOAD_MODEL=1)
+            server = server_of(SECONDS=0.006 * KILLS, SHUTDOWN_GRACE_SECONDS=0)
             if not all(stream.raw for stream in cut):  # else the beginning of an answer would say that it waited
                 ready(server)
             early = not early and draw.random() < 0.5
@@ -448,7 +452,7 @@ def test_streams_that_servers_died_in_again_and_again_are_those_of_an_undisturbe
             killer.join()
             killed_in += sum(not stream.is_done for stream in cut)
             intact()
-        server = tiny_server()
+        server = server_of()
         followed(server, cut, pool)
 
     assert killed_in > KILLS

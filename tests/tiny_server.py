@@ -1,5 +1,5 @@
-"""A real server in its own process over a tiny real model in float32: `SECONDS` (a step that feeds no prompt takes at
-least), `SEED` (of its weights), `ROOM` (tokens that its cache holds), settings as usual."""
+"""A real server in a process over a tiny real model in float32, or over that of `MODEL_REPO_ID`. `SECONDS`: what a
+step without a prompt takes at least; `SEED`: of its weights; `ROOM`: tokens in its cache. Settings are as usual."""
 import os
 import time
 
@@ -12,8 +12,11 @@ tiny.CONTEXT = 4096
 
 
 def load(settings, report):
-    tiny.FAMILIES["llama"]["seed"] = int(os.environ.get("SEED", "5"))
-    model = tiny.model("llama", room=int(os.environ.get("ROOM", "0")) or None)
+    if "MODEL_REPO_ID" in os.environ:
+        model = main.load_model(settings, report)
+    else:
+        tiny.FAMILIES["llama"]["seed"] = int(os.environ.get("SEED", "5"))
+        model = tiny.model("llama", room=int(os.environ.get("ROOM", "0")) or None)
     forward, seconds = model.forward, float(os.environ.get("SECONDS", "0"))
 
     def slow(work):
