@@ -2216,7 +2216,7 @@ class Row:
     def __init__(self, root: bytes) -> None:
         self.start = self.size = self.length = 0
         self.shift = 0  # how far positions run ahead of tokens, see (5)
-        self.root, self.blocks, self.rest = root, list[bytes](), list[int]()  # hashes of whole blocks; tokens after
+        self.root, self.blocks, self.tokens = root, list[bytes](), list[int]()  # what is computed; hashes of its blocks
         self.used = math.inf  # when that was; inf while it runs
         self.memory: Memory | None = None  # where what it holds cannot lie in the pool
 
@@ -2283,33 +2283,31 @@ class Pool:
             return None
         blocks = [*_hashed(root, tokens[:-1])]
         count = bisect.bisect_left(range(len(blocks)), True, key=lambda n: blocks[n] not in self._found)
-        if count * BLOCK_TOKENS < least or not count:
+        source = self._found[blocks[count - 1]][-1] if count else Row(root)
+        reused = _shared(source.tokens, tokens[:-1])  # to the token: media may end in the middle of a block
+        if reused < least or not count:
             row = Row(root)
             return (row, 0) if self._place(row, size) else None
-        source, reused = self._found[blocks[count - 1]][-1], count * BLOCK_TOKENS
         used, source.used = source.used, math.inf  # its own room is not what makes room
         ended, row = used < math.inf, None
         if not ended or len(source.blocks) > count:
             row = self._copied(source, reused, blocks[:count], size)
         if row is None and ended:  # nothing of it would be lost, or there is no other room than its own
-            self._cut(source, count)
+            self._cut(source, reused)
             row, self._untidy = source if self.reserve(source, size) else None, True
         if row is not source:
             source.used = next(self._clock) if ended else used
         return (row, reused) if row else None
 
     def fork(self, row: Row) -> Row | None:
-        copied = self._copied(row, row.length, row.blocks, row.size)
-        if copied:
-            copied.rest = [*row.rest]
-        return copied
+        return self._copied(row, row.length, row.blocks, row.size)
 
     def _copied(self, source: Row, length: int, blocks: Sequence[bytes], size: int) -> Row | None:
         row = Row(source.root)
         if not self._place(row, size):
             return None
         self._copy(source.start, row.start, length)
-        row.length, row.shift = length, source.shift
+        row.length, row.shift, row.tokens = length, source.shift, source.tokens[:length]
         self._note(row, blocks)
         return row
 
@@ -2335,10 +2333,9 @@ class Pool:
     def grow(self, row: Row, tokens: Sequence[int]) -> None:
         """Note that these tokens have been computed."""
         row.length += len(tokens)
-        row.rest += tokens
-        if len(row.rest) >= BLOCK_TOKENS:
-            self._note(row, [*_hashed(row.blocks[-1] if row.blocks else row.root, row.rest)])
-            row.rest = row.rest[len(row.rest) // BLOCK_TOKENS * BLOCK_TOKENS:]
+        row.tokens += tokens
+        rest = row.tokens[len(row.blocks) * BLOCK_TOKENS:]
+        self._note(row, [*_hashed(row.blocks[-1] if row.blocks else row.root, rest)])
 
     def tidy(self) -> None:
         """Move one row that runs from the fewest to more of its length, if any lies apart."""
@@ -2386,9 +2383,9 @@ class Pool:
         self._own(row.start, row.size, None)
         self._cut(row, 0)
 
-    def _cut(self, row: Row, count: int) -> None:
-        """Leave so many blocks of a row."""
-        row.length, row.rest = count * BLOCK_TOKENS, []
+    def _cut(self, row: Row, length: int) -> None:
+        """Leave so many tokens of a row."""
+        row.length, row.tokens, count = length, row.tokens[:length], length // BLOCK_TOKENS
         for block in row.blocks[count:]:
             self._found[block].remove(row)
             if not self._found[block]:
@@ -3707,9 +3704,14 @@ def _any_of(words: Iterable[str]) -> str:
     return "|".join(sorted(map(re.escape, filter(None, words)), key=len, reverse=True)) or r"(?!)"
 
 
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How long two texts, or lists, are the same from their beginning."""
+    return len(os.path.commonprefix([one, other]))  # noqa: RUF071 - items are what is meant
+
+
 def _beyond(text: str, begin: str) -> str:
     """`text` after what it shares with `begin`."""
-    return text[len(os.path.commonprefix([text, begin])):]  # noqa: RUF071 - characters are what is meant
+    return text[_shared(text, begin):]
 
 
 def _shapes(messages: Sequence[Message], form: CallForm) -> Iterator[Sequence[Message]]:

@@ -443,7 +443,8 @@ def test_a_second_question_about_the_same_media_does_not_look_again(pair, family
         events, = ask(model, second)
         other, = ask(model, question(show(seed + 10)))
         assert tokens_of(events) == pair(family).expected(second)[1]
-        assert (cached(events) > 0) == (model.runner == "flat batch")
+        looked_at = len(model.prepare(chat(first)).tokens)  # which ends with what opens an answer
+        assert cached(events) >= looked_at - 4 if model.runner == "flat batch" else cached(events) == 0
         assert cached(other) == 0
 
 
