@@ -25,7 +25,7 @@ TINY_SERVER = (sys.executable, str(ROOT / "tests" / "tiny_server.py"))
 UVICORN = (sys.executable, "-m", "uvicorn", "main:app", "--port", "{port}")
 KILLS = int(os.environ.get("KILLS", "5"))
 KILLS_MODEL = {"MODEL_REPO_ID": os.path.abspath(os.environ["KILLS_MODEL"]),
-               "TORCH_DTYPE": "float32"} if "KILLS_MODEL" in os.environ else {}
+               "TORCH_DTYPE": "float32", "REAL": 1} if "KILLS_MODEL" in os.environ else {}
 GUARD_SECONDS = 60  # for what takes a second or two; far below every grace that would be waited out
 
 

@@ -1,5 +1,5 @@
-"""A real server in a process over a tiny real model in float32, or over that of `MODEL_REPO_ID`. `SECONDS`: what a
-step without a prompt takes at least; `SEED`: of its weights; `ROOM`: tokens in its cache. Settings are as usual."""
+"""A real server in a process over a tiny real model in float32, or with `REAL` the one in the settings. `SECONDS`: what
+a step without a prompt takes at least; `SEED`: of its weights; `ROOM`: tokens in its cache. Settings are as usual."""
 import os
 import time
 
@@ -12,7 +12,7 @@ tiny.CONTEXT = 4096
 
 
 def load(settings, report):
-    if "MODEL_REPO_ID" in os.environ:
+    if "REAL" in os.environ:
         model = main.load_model(settings, report)
     else:
         tiny.FAMILIES["llama"]["seed"] = int(os.environ.get("SEED", "5"))
