@@ -2216,7 +2216,7 @@ class Row:
     def __init__(self, root: bytes) -> None:
         self.start = self.size = self.length = 0
         self.shift = 0  # how far positions run ahead of tokens, see (5)
-        self.root, self.blocks, self.tokens = root, list[bytes](), list[int]()  # what is computed; hashes of its blocks
+        self.root, self.blocks, self.tokens = root, list[bytes](), list[int]()  # hashes of whole blocks; all of it
         self.used = math.inf  # when that was; inf while it runs
         self.memory: Memory | None = None  # where what it holds cannot lie in the pool
 
@@ -2283,9 +2283,9 @@ class Pool:
             return None
         blocks = [*_hashed(root, tokens[:-1])]
         count = bisect.bisect_left(range(len(blocks)), True, key=lambda n: blocks[n] not in self._found)
-        source = self._found[blocks[count - 1]][-1] if count else Row(root)
-        reused = _shared(source.tokens, tokens[:-1])  # to the token: media may end in the middle of a block
-        if reused < least or not count:
+        source = self._found[blocks[count - 1]][-1] if count else None
+        reused = _shared(source.tokens, tokens[:-1]) if source else 0  # media may end in the middle of a block
+        if source is None or reused < least:
             row = Row(root)
             return (row, 0) if self._place(row, size) else None
         used, source.used = source.used, math.inf  # its own room is not what makes room
