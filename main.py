@@ -2014,7 +2014,7 @@ def _quantization(settings: Settings, source: ModelSource, dtype: torch.dtype) -
 
 # Up to so many rows the int8 product is the fastest: beside oneDNN's blocks, and where there are none (measured).
 FEW_ROWS, FEW_ROWS_ALONE = 4, 16
-HUGE_PAGE, MADV_COLLAPSE = 2**21, 25  # bytes; of Linux 6.1 and later
+HUGE_PAGE, MADV_COLLAPSE, MADV_POPULATE_WRITE = 2**21, 25, 23  # bytes; of Linux 6.1 and 5.14, and later
 
 
 def _packed_linear() -> type:
@@ -2088,15 +2088,19 @@ def use_huge_pages() -> None:
     """Have Linux lay what is in memory now into pages of 2 MiB, as far as it can: weights are read faster so."""
     import psutil
 
-    if sys.platform != "linux":
-        return
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    for part in psutil.Process().memory_maps(grouped=False):
+    for part in psutil.Process().memory_maps(grouped=False) if sys.platform == "linux" else ():
         first, end = (int(address, 16) for address in part.addr.split("-"))
         first, end = -(-first // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
         if part.path in ("[anon]", "[heap]") and min(part.rss, end - first) >= HUGE_PAGE:
-            advise(first, end - first, MADV_COLLAPSE)  # what it refuses stays as it is
+            _advise()(first, end - first, MADV_COLLAPSE)
+
+
+@functools.cache
+def _advise() -> Callable[[int, int, int], int]:
+    """Linux's `madvise`, of an address, a size and an advice. What it refuses stays as it is."""
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return advise
 
 
 LOAD_CAUSES = (  # phrases and names of errors, which a model's own name hardly holds -> what they mean, what to do
@@ -2215,6 +2219,7 @@ class Row:
 
     def __init__(self, root: bytes) -> None:
         self.start = self.size = self.length = 0
+        self.ready = 0  # of its tokens have pages of memory
         self.shift = 0  # how far positions run ahead of tokens, see (5)
         self.root, self.blocks, self.tokens = root, list[bytes](), list[int]()  # hashes of whole blocks; all of it
         self.used = math.inf  # when that was; inf while it runs
@@ -2239,6 +2244,7 @@ class Pool:
         self._rows: list[Row | None] = [None] * units  # whose each piece of ROW_TOKENS is
         self._found: dict[bytes, list[Row]] = {}
         self._clock, self._untidy = itertools.count(), False
+        self._in_pages = sys.platform == "linux" and layers[0][0].device.type == "cpu"
 
     @staticmethod
     def _zeros(like: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -2337,6 +2343,18 @@ class Pool:
         rest = row.tokens[len(row.blocks) * BLOCK_TOKENS:]
         self._note(row, [*_hashed(row.blocks[-1] if row.blocks else row.root, rest)])
 
+    def make_ready(self, row: Row, length: int) -> None:
+        """Have Linux give out the pages that so many tokens lie in. Touched one by one in the middle of a step, they
+        would take it many times as long."""
+        while row.ready < length:
+            for held in itertools.chain(*self.layers) if self._in_pages else ():
+                width = held.shape[2] * held.element_size()
+                for head in range(len(held)):
+                    first = held.data_ptr() + (head * held.shape[1] + row.start + row.ready) * width
+                    _advise()(first - first % mmap.PAGESIZE, first % mmap.PAGESIZE + ROW_TOKENS * width,
+                              MADV_POPULATE_WRITE)
+            row.ready += ROW_TOKENS
+
     def tidy(self) -> None:
         """Move one row that runs from the fewest to more of its length, if any lies apart."""
         running = {row for row in self._rows if row and row.used == math.inf} if self._untidy else ()
@@ -2373,6 +2391,8 @@ class Pool:
 
     def _own(self, start: int, size: int, row: Row | None) -> None:
         self._rows[start // ROW_TOKENS: (start + size) // ROW_TOKENS] = [row] * (size // ROW_TOKENS)
+        if row:
+            row.ready = 0
 
     def _note(self, row: Row, blocks: Sequence[bytes]) -> None:
         row.blocks += blocks
@@ -2921,6 +2941,8 @@ class FlatRunner:
 
         self._pool.tidy()
         fed, stretches, at = {item.state: item.tokens for item in work}, list[Stretch](), 0
+        for row, tokens in fed.items():
+            self._pool.make_ready(row, row.length + len(tokens))
         single = side_by_side(row for row, tokens in fed.items() if len(tokens) == 1)
         for rows in [*single, *([row] for row, tokens in fed.items() if len(tokens) > 1)]:
             stretches.append(Stretch(rows, len(fed[rows[0]]), at))

@@ -3,10 +3,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import mmap
 import queue
 import random
 import threading
 from collections import Counter
+from pathlib import Path
 
 import psutil
 import pytest
@@ -38,6 +40,31 @@ def opened(chosen, tokens, key=b"", owner=""):
 def test_a_network_takes_the_flat_batch_where_it_fits_or_says_why_not(family):
     runner = tiny.model(family).runner
     assert runner == "flat batch" if family in tiny.FLAT else runner.startswith("one forward per sequence: ")
+
+
+def given_out(held, first, end):
+    """Whether each page that these tokens of a layer's keys or values lie in is memory already."""
+    width, seen = held.shape[2] * held.element_size(), []
+    with open("/proc/self/pagemap", "rb") as pages:
+        for head in range(len(held)):
+            at = held.data_ptr() + head * held.shape[1] * width
+            for page in range((at + first * width) // mmap.PAGESIZE, -(-(at + end * width) // mmap.PAGESIZE)):
+                pages.seek(page * 8)
+                seen.append(int.from_bytes(pages.read(8), "little") >> 63 == 1)
+    return seen
+
+
+@pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="only Linux gives out pages in advance")
+def test_a_row_has_its_memory_a_piece_ahead_of_the_steps_that_need_it():
+    chosen = tiny.model("llama", max_context=8192)
+    pool, size = chosen._runner._pool, main.ROW_TOKENS
+    row, _ = opened(chosen, text(20))
+    chosen.forward([main.Work(row, text(20), 1)])
+    assert all(all(given_out(held, row.start, row.start + size)) for held in itertools.chain(*pool.layers))
+    assert chosen.reserve(row, 3 * size)  # where it moves or grows, nothing is known of its pages
+    chosen.forward([main.Work(row, text(size), 1)])
+    assert all(all(given_out(held, row.start, row.start + 2 * size)) for held in itertools.chain(*pool.layers))
+    assert not all(given_out(pool.layers[-1][-1], row.start + 3 * size, row.start + 4 * size))
 
 
 # -- logits --------------------------------------------------------------------------------------------------------
