@@ -2687,7 +2687,8 @@ class CompiledSteps:
             count, missing = len(now.plan.places), query.shape[2] - len(now.plan.places)
             held = now.pool.update(key[:, :, :count], value[:, :, :count], now.layer, kwargs={"plan": now.plan})
             out = now.plan.attend(query[:, :, :count], *held, *others)
-            return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing)).contiguous()  # as the compiler expects
+            out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out
+            return out.contiguous()  # as the compiler expects
 
         self._attend = self._op("attend(Tensor q, Tensor k, Tensor v, int? window, float scaling, Tensor? sinks)",
                                 attend, lambda q, k, v, *_: q.new_empty(1, q.shape[2], q.shape[1], v.shape[3]))
@@ -2794,15 +2795,24 @@ def _weights(part: Any) -> dict[str, torch.Tensor]:
     return {**dict(part.named_parameters()), **dict(part.named_buffers())}
 
 
-def _tensors(call: Any) -> list[torch.Tensor]:
-    from torch.utils._pytree import tree_leaves
-
-    return [leaf for leaf in tree_leaves(call) if hasattr(leaf, "new_empty")]
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Those in what a layer is called with, in pytree's order, which takes four times as long to find them."""
+    if hasattr(value, "new_empty"):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
 
 
 def inductor(graph: Any, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    import torch
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.lowering import fallback_handler, register_lowering
 
+    for node in graph.graph.nodes:  # compiled code calls oneDNN's product itself, and not by way of what stood for it
+        if str(node.target).startswith("server.product") and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+            product = fallback_handler(torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False)
+            register_lowering(node.target, type_promotion_kind=None)(product)
     # Weights in oneDNN's blocks have no strides to assert; a pool of compiling processes would outlive its use.
     return compile_fx(graph, inputs, config_patches={"compile_threads": 1, "size_asserts": False})
 

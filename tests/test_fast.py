@@ -244,6 +244,28 @@ def test_packed_weights_are_compiled_too(to_int8):
     assert answers(chosen) == answers(main.Model("llama", tiny.tokenizer(), packed("llama", to_int8)))
 
 
+def test_compiled_code_calls_the_product_of_packed_weights_itself():
+    chosen = main.Model("llama", tiny.tokenizer(), packed("llama", to_int8=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "COMPILED_SIZES", (1,))
+        chosen.compile(main.inductor).join()
+    said, sizes = served(chosen)
+    assert said == answers(main.Model("llama", tiny.tokenizer(), packed("llama", to_int8=False)))
+    assert sizes == {1}
+    row, _ = chosen.open([5], 8, main.Prompt([5]), "")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        chosen.forward([main.Work(row, [5], 1)])
+    names = {event.key.rpartition("_")[0] for event in seen.key_averages()}
+    assert {"mkldnn::_linear", "server::attend"} <= names and "server::product" not in names
+
+
+def test_a_layers_tensors_are_found_in_the_order_of_pytree():
+    a, b, c, d, e = torch.zeros(5)
+    call = ((a, None, [b]), {"z": (c, {"y": d, "x": 1}), "a": e, "plan": object()})
+    want = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+    assert [id(found) for found in main._tensors(call)] == [id(leaf) for leaf in want] and len(want) == 5
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_what_is_compiled_at_load_is_for_the_operator_to_say(tmp_path, monkeypatch, wanted):
     monkeypatch.setattr(main, "COMPILED_SIZES", ())
