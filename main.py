@@ -3831,15 +3831,16 @@ def sample_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     """Draw one token per row by inverting its CDF, all rows in one pass. `logits` is `[rows, vocabulary]`, float32."""
     import torch
 
-    if not logits.amax(-1).isfinite().all():
+    likeliest = logits.max(-1)
+    if not likeliest.values.isfinite().all():
         raise ArithmeticError("the model produced logits that are not numbers")
-    logits = _adjust_rows(logits, draws)
-    tokens = logits.argmax(-1)
+    adjusted = _adjust_rows(logits, draws)
+    tokens = likeliest.indices if adjusted is logits else adjusted.argmax(-1)
     rows = [i for i, s in enumerate(d.sampling for d in draws) if s.temperature and s.top_p != 0 and s.top_k != 1]
     if not rows:
         return tokens.tolist()
-    chosen = [draws[i] for i in rows]
-    scaled = logits[rows] - logits[rows].amax(-1, keepdim=True)  # before dividing: a tiny temperature must not overflow
+    chosen, scaled = [draws[i] for i in rows], adjusted[rows]
+    scaled -= scaled.amax(-1, keepdim=True)  # before dividing: a tiny temperature must not overflow
     temperatures = logits.new_tensor([max(d.sampling.temperature, 1e-6) for d in chosen])[:, None]
     cdf = _filter_rows((scaled / temperatures).softmax(-1), chosen).cumsum(-1)
     total = cdf[:, -1:].contiguous()
