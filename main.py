@@ -6307,8 +6307,11 @@ class Reader(EventSourceResponse):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         # A close would wait for the reader to take what is on its way.
         self._cut = scope["transport"].abort if scope["transport"] else lambda: None
-        # The library has no timeout for a stream's last message, which waits for those before it.
-        send_in_time = functools.partial(self._send_with_timeout, send)
+
+        async def send_in_time(message: Any) -> None:
+            # The library has no timeout for a stream's last message, which waits for those before it.
+            await (send(message) if message.get("more_body") else self._send_with_timeout(send, message))
+
         with self._server.reading(self._session):
             try:
                 await super().__call__(scope, receive, send_in_time)
