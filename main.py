@@ -2932,8 +2932,12 @@ class FlatRunner:
         import torch
 
         together = [item for item in work if item.media is None and item.state.memory is None]
-        found = iter(self._step(together)) if together else iter(())
-        rows: list[torch.Tensor] = []
+        logits = self._step(together) if together else ()
+        for item in together:
+            self._pool.grow(item.state, item.tokens)
+        if len(together) == len(work):
+            return logits if len(logits) else None
+        found, rows = iter(logits), list[torch.Tensor]()
         for item in work:
             if item.media is not None:
                 rows += [self._look(item)] * item.wants
@@ -2942,7 +2946,6 @@ class FlatRunner:
                 item.state.length += len(item.tokens)
             else:
                 rows += itertools.islice(found, item.wants)
-                self._pool.grow(item.state, item.tokens)
         return torch.stack(rows) if rows else None
 
     def _step(self, work: Sequence[Work]) -> torch.Tensor:
