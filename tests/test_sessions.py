@@ -1,4 +1,4 @@
-"""Room 7 and its doors: sessions keep frames, readers come and go, cancelling, bounds, storage."""
+"""Sessions and their doors: sessions keep frames, readers come and go, cancelling, bounds, storage."""
 import asyncio
 import contextlib
 import json
