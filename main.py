@@ -3005,14 +3005,17 @@ class FlatRunner:
                 pool[:, row.start: row.start + new.shape[2]] = new[0]
 
 
-def uniform(seed: int, n: int, choice: int = 0) -> float:
-    """The n-th number in [0, 1) that belongs to `seed` and `choice`, the same on every machine."""
-    digest = hashlib.blake2b(struct.pack("<QQ", seed, choice << 48 | n), digest_size=8).digest()
+BRANCHES, DEPTH = 64, 4  # of the tree that a token is drawn from: enough for 16 million tokens
+
+
+def uniform(seed: int, n: int, choice: int = 0, level: int = 0) -> float:
+    """The n-th number in [0, 1) that belongs to `seed`, `choice` and `level`, the same on every machine."""
+    digest = hashlib.blake2b(struct.pack("<QQ", seed, level << 60 | choice << 48 | n), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 40) / 2**24  # 24 bits: float32 holds them exactly, so it stays below 1
 
 
 def sample_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Draw one token per row by inverting its CDF, all rows in one pass. `logits` is `[rows, vocabulary]`, float32."""
+    """Draw one token per row, all rows in one pass. `logits` is `[rows, vocabulary]`, float32."""
     import torch
 
     likeliest = logits.max(-1)
@@ -3026,12 +3029,31 @@ def sample_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     chosen, scaled = [draws[i] for i in rows], adjusted[rows]
     scaled -= scaled.amax(-1, keepdim=True)  # before dividing: a tiny temperature must not overflow
     temperatures = logits.new_tensor([max(d.sampling.temperature, 1e-6) for d in chosen])[:, None]
-    cdf = _filter_rows((scaled / temperatures).softmax(-1), chosen).cumsum(-1)
-    total = cdf[:, -1:].contiguous()
-    target = logits.new_tensor([uniform(d.sampling.seed, d.n, d.choice) for d in chosen])[:, None] * total
-    last = torch.searchsorted(cdf, total)  # the last token that has any probability
-    tokens[rows] = torch.searchsorted(cdf, target, right=True).minimum(last)[:, 0]
+    numbers = [[uniform(d.sampling.seed, d.n, d.choice, level) for level in range(DEPTH)] for d in chosen]
+    probabilities = _filter_rows((scaled / temperatures).softmax(-1), chosen)
+    tokens[rows] = _drawn(probabilities, logits.new_tensor(numbers))
     return tokens.tolist()
+
+
+def _drawn(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """An index for each row of `weights`, drawn by inverting the CDF of the branches of a tree over them, then of what
+    was drawn, and so on, by a number for each level. One CDF of all would have as many edges as there are tokens; how
+    a step's rounding moves them would decide in one of some hundred draws, and a seed would not give the same again."""
+    import torch
+
+    levels, rows = [weights], torch.arange(len(weights), device=weights.device)
+    while levels[-1].shape[-1] > 1:
+        missing = -levels[-1].shape[-1] % BRANCHES
+        levels[-1] = torch.nn.functional.pad(levels[-1], (0, missing)).unflatten(-1, (-1, BRANCHES))
+        levels.append(levels[-1].sum(-1))
+    at = torch.zeros_like(rows)
+    for n, branches in enumerate(reversed(levels[:-1])):
+        cdf = branches[rows, at].cumsum(-1)
+        total = cdf[:, -1:].contiguous()
+        last = torch.searchsorted(cdf, total)  # the last branch that has any probability
+        drawn = torch.searchsorted(cdf, numbers[:, n, None] * total, right=True).minimum(last)
+        at = at * BRANCHES + drawn[:, 0]
+    return at
 
 
 def _adjust_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:

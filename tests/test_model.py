@@ -186,6 +186,27 @@ def test_a_draw_is_the_same_alone_and_in_any_company():
     assert main.sample_rows(logits[order], [draws[n] for n in order]) == [alone[n] for n in order]
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5}, {"top_p": 0.98}, {"top_k": 3000}], ids=str)
+def test_rounding_of_the_logits_hardly_ever_decides_a_draw(options):
+    logits = torch.randn(100, 50_000, generator=torch.Generator().manual_seed(5)) * 2
+    rounded = logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(6)) * 5e-5  # as in float32
+    draws = [[draw(n, seed=seed, **options) for n in range(100)] for seed in range(8)]
+    differ = [a != b for each in draws for a, b in zip(
+        main.sample_rows(logits, each), main.sample_rows(rounded, each), strict=True)]
+    assert sum(differ) <= 1  # of 800; by one sum over all tokens 3 to 14 would
+
+
+@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 4096, 4097, 262_145])
+def test_every_token_of_a_vocabulary_of_any_size_can_be_drawn(size):
+    for only in {0, size // 2, size - 1}:
+        logits = torch.full((1, size), -math.inf)
+        logits[0, only] = 1.0
+        assert main.sample_rows(logits, [draw(seed=only)]) == [only]
+    ends = torch.full((size,), -math.inf)
+    ends[[0, -1]] = 0.0
+    assert {*sample(ends, 40, seed=3)} == {0, size - 1}
+
+
 def test_seed_and_position_decide_a_draw():
     logits = torch.zeros(10_000)
     first = sample(logits, 50, seed=1)
