@@ -3005,7 +3005,7 @@ class FlatRunner:
                 pool[:, row.start: row.start + new.shape[2]] = new[0]
 
 
-BRANCHES, DEPTH = 64, 4  # of the tree that a token is drawn from: enough for 16 million tokens
+BRANCHES, DEPTH = 16, 5  # of the tree that a token is drawn from: enough for a million tokens
 
 
 def uniform(seed: int, n: int, choice: int = 0, level: int = 0) -> float:
