@@ -225,8 +225,8 @@ def test_an_answer_that_ends_within_the_grace_is_not_cut_by_sigterm(scripted):
 def test_while_it_stops_the_server_takes_nothing_new(scripted):
     server = scripted(WORDS=5000, SHUTDOWN_GRACE_SECONDS=300)
     with ThreadPoolExecutor(2) as pool, httpx2.Client(base_url=server.base) as http:
-        http.get("/health")  # an open connection: new ones are no longer accepted
         streaming_and_waiting(server, pool)
+        http.get("/health")  # an open connection, used just now: new ones are no longer accepted, and idle ones closed
         server.signal(signal.SIGTERM)
         wait_until(lambda: "stopping" in Path(server.log).read_text())
 
