@@ -3016,8 +3016,6 @@ def uniform(seed: int, n: int, choice: int = 0, level: int = 0) -> float:
 
 def sample_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     """Draw one token per row, all rows in one pass. `logits` is `[rows, vocabulary]`, float32."""
-    import torch
-
     likeliest = logits.max(-1)
     if not likeliest.values.isfinite().all():
         raise ArithmeticError("the model produced logits that are not numbers")
