@@ -2500,7 +2500,7 @@ def pool_tokens(layers: Sequence[tuple[Any, Any]], context: int, gib: float | No
 #     and a cache of its own: slower, and never wrong.
 # (2) Some networks note on themselves how far the positions ran ahead of the tokens
 #     (Qwen's `rope_deltas`). That belongs to a sequence: it is swapped in and out.
-# (3) The n-th token of a job is drawn with a number made from (seed, n) on the CPU:
+# (3) The n-th token of a job is drawn with numbers made from (seed, n) on the CPU:
 #     neither company in the batch nor a restart changes the draw.
 # ==============================================================================
 @dataclass(frozen=True, slots=True)
@@ -2771,7 +2771,7 @@ def _weights(part: Any) -> dict[str, torch.Tensor]:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those in what a layer is called with, in pytree's order, which takes four times as long to find them."""
+    """Those in what a layer is called with, in pytree's order, which takes twice as long to find them."""
     if hasattr(value, "new_empty"):
         yield value
     elif isinstance(value, tuple | list | dict):
@@ -2784,10 +2784,11 @@ def inductor(graph: Any, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.lowering import fallback_handler, register_lowering
 
-    for node in graph.graph.nodes:  # compiled code calls oneDNN's product itself, and not by way of what stood for it
-        if str(node.target).startswith("server.product") and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-            product = fallback_handler(torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False)
-            register_lowering(node.target, type_promotion_kind=None)(product)
+    product = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    stood_for_it = {node.target for node in graph.graph.nodes if str(node.target).startswith("server.product")}
+    for target in stood_for_it if product else ():  # compiled code calls oneDNN's itself
+        register_lowering(target, type_promotion_kind=None)(
+            fallback_handler(product.default, add_to_fallback_set=False))
     # Weights in oneDNN's blocks have no strides to assert; a pool of compiling processes would outlive its use.
     return compile_fx(graph, inputs, config_patches={"compile_threads": 1, "size_asserts": False})
 

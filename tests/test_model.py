@@ -196,7 +196,7 @@ def test_rounding_of_the_logits_hardly_ever_decides_a_draw(options):
     assert sum(differ) <= 1  # of 800; by one sum over all tokens 3 to 14 would
 
 
-@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 4096, 4097, 262_145])
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 256, 257, 65_537, 262_145])
 def test_every_token_of_a_vocabulary_of_any_size_can_be_drawn(size):
     for only in {0, size // 2, size - 1}:
         logits = torch.full((1, size), -math.inf)
