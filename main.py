@@ -152,7 +152,7 @@ class Settings(BaseModel, frozen=True):
         "Weights of fewer bits. `int8` needs nothing on a CPU, and torchao on a GPU, as `int4` does; the others need "
         "bitsandbytes."))
     compile: bool = Field(False, description=(
-        "Compile the decoding of answers, in the background after the load. Takes minutes, once."))
+        "Compile steps of up to 32 tokens, as answers are made in, behind the running server. Takes minutes, once."))
     cuda_graphs: bool = Field(True, description="Run the decoding of answers as CUDA graphs, where there is CUDA.")
     max_context_tokens: int | None = Field(
         None, ge=16, description="Upper bound of prompt plus answer. Empty: what the model was made for.")
@@ -2079,6 +2079,7 @@ def load_error(message: str) -> ApiError:
 ROW_TOKENS = 256  # of the shortest row; each longer kind is twice as long
 BLOCK_TOKENS = 16  # are found again together
 SPARE_TOKENS = 64  # that a row has for an answer at first
+FOLDED_QUERIES = 256  # of one head, in one call of attention, which is so much faster (measured)
 
 
 class NotFlat(Exception):
@@ -2362,32 +2363,37 @@ class Stretch:
             query = query.transpose(0, 1)[None]
             return scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=True)[0].transpose(0, 1)
-        begin, end, mask = self._mask(window, query)
+        heads = query.shape[1] // kv  # that share a key
+        folds = count > 1 and heads * count <= FOLDED_QUERIES and sinks is None
+        begin, end, mask = self._mask(window, query, heads if folds else 1)
         key, value = (held.as_strided((n, kv, end - begin, held.shape[2]),
                                       (first.size * held.shape[2], held.stride(0), held.shape[2], 1),
                                       (first.start + begin) * held.shape[2]) for held in (key, value))
-        # The heads that share a key become queries of one head, or, of one row, a batch: so nothing is repeated.
+        # They become queries of one head, or, of many tokens, whose mask would be repeated, a batch.
         if count == 1:
-            query = query.unflatten(1, (kv, -1))
+            query, sinks = query.unflatten(1, (kv, -1)), sinks if sinks is None else sinks.view(kv, -1, 1)
+            return _attended(query, key, value, mask, scaling, sinks).flatten(1, 2)
+        query = query.transpose(0, 1).unflatten(0, (kv, -1))
+        if folds:
+            query = query.flatten(1, 2)[None]
         else:
-            query = query.transpose(0, 1).unflatten(0, (kv, -1))
-            key, value = (held[0][:, None].expand(-1, query.shape[1], -1, -1) for held in (key, value))
-        sinks = sinks if sinks is None else sinks.view(kv, -1, *[1] * (query.dim() - 2 - (count == 1)))
-        out = _attended(query, key, value, mask, scaling, sinks)
-        return out.flatten(1, 2) if count == 1 else out.flatten(0, 1).transpose(0, 1)
+            key, value = (held[0][:, None].expand(-1, heads, -1, -1) for held in (key, value))
+        out = _attended(query, key, value, mask, scaling, sinks if sinks is None else sinks.view(kv, -1, 1, 1))
+        return out.view(-1, count, out.shape[-1]).transpose(0, 1)
 
-    def _mask(self, window: int | None, query: torch.Tensor) -> tuple[int, int, torch.Tensor | None]:
-        """From where to where in the rows there is something to see, and what each query sees of it."""
+    def _mask(self, window: int | None, query: torch.Tensor, times: int) -> tuple[int, int, torch.Tensor | None]:
+        """From where to where in the rows there is something to see, and what each query sees of it, so many times."""
         import torch
 
-        if window not in self._masks:
+        if (window, times) not in self._masks:
             lengths = [row.length for row in self.rows]
             begin, end = max(0, min(lengths) + 1 - window) if window else 0, max(lengths) + self.count
             place = torch.tensor(lengths, device=query.device)[:, None] + torch.arange(self.count, device=query.device)
             mask = _mask(torch.arange(begin, end, device=query.device), place[..., None], window, query.dtype)
             # What sees all there is needs no mask, and is faster without.
-            self._masks[window] = begin, end, mask[:, None] if self.count > 1 or len({*lengths}) > 1 else None
-        return self._masks[window]
+            mask = mask[:, None].repeat(1, 1, times, 1) if self.count > 1 or len({*lengths}) > 1 else None
+            self._masks[window, times] = begin, end, mask
+        return self._masks[window, times]
 
 
 def _mask(seen: torch.Tensor, place: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -2624,7 +2630,7 @@ COMPILED_SIZES = 1, 8, 4, 16, 2, 32  # tokens of a step, in the order in which t
 
 
 class CompiledSteps:
-    """Steps that only decode, through torch's compiler, a layer at a time; layers alike share their code.
+    """Steps of few tokens, through torch's compiler, a layer at a time; layers alike share their code.
 
     `warm` runs on a thread of its own, over copies of the network that share its weights. A size is served once it was
     seen to be right, and a step is filled up to the next size. Attention and the pool, whose shapes change at every
@@ -2884,8 +2890,8 @@ class FlatRunner:
     def __init__(self, network: Any, config: Any, pool: Pool, solo: SoloRunner) -> None:
         self._network, self._config, self._pool, self._solo = network, config, pool, solo
         self.open, self.reserve, self.close = pool.open, pool.reserve, pool.close
-        self.compiled: CompiledSteps | None = None  # of the steps that only decode
-        self.graphs: GraphedSteps | None = None  # of the same
+        self.compiled: CompiledSteps | None = None  # of the steps of few tokens
+        self.graphs: GraphedSteps | None = None  # of those that only decode
         self._moves_media: bool | None = None  # whether what it saw can be moved into rows; the first prompt tells
 
     @property
@@ -2947,14 +2953,14 @@ class FlatRunner:
         wanted = torch.tensor(kept, dtype=torch.long, device=self._network.device)
         options = {"logits_to_keep": wanted} if self._solo.options else {}
         given = {"cache": self._pool, "plan": Plan(stretches, starts + within), "use_cache": True, "return_dict": True}
-        out = self._computed(ids, within + shifts, given | options, decodes)
+        out = self._computed(ids, within + shifts, given | options)
         logits = (out.logits[0] if self._solo.options else out.logits[0, wanted]).float()
         if decodes and kept and self.graphs and not self.graphs.learn(each, kept, logits):
             self.graphs = None
         return logits
 
-    def _computed(self, ids: torch.Tensor, positions: torch.Tensor, given: dict[str, Any], decodes: bool) -> Any:
-        if decodes and self.compiled and (size := self.compiled.size_for(len(ids))):
+    def _computed(self, ids: torch.Tensor, positions: torch.Tensor, given: dict[str, Any]) -> Any:
+        if self.compiled and (size := self.compiled.size_for(len(ids))):
             try:
                 return self.compiled.run(size, ids, positions, **given)
             except Exception:  # a door to foreign code; what it wrote into the pool is written again

@@ -71,13 +71,13 @@ def test_a_row_has_its_memory_in_pieces_that_are_given_out_as_a_whole():
 # -- logits --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("family", tiny.FLAT)
 def test_logits_in_company_in_pieces_and_from_a_prefix_are_those_of_the_network_by_itself(family):
-    chosen, texts = tiny.model(family), [text(n, seed=n) for n in (70, 3, 33, 90, 17, 1, 48, 80)]
+    chosen, texts = tiny.model(family), [text(n, seed=n) for n in (70, 3, 33, 90, 17, 1, 400, 80)]
     with torch.inference_mode():
         alone = [chosen._network(input_ids=torch.tensor([tokens])).logits[0, -1] for tokens in texts]
-    for piece in (1000, 21, 1):
-        rows, got = [opened(chosen, tokens) for tokens in texts], {}
+    for piece, owner in ((1000, "one"), (150, "another"), (21, "a third"), (1, "a third")):
+        rows, got = [opened(chosen, tokens, owner=owner) for tokens in texts], {}
         fed = [reused for _, reused in rows]
-        assert fed == [len(tokens) - 1 if piece < 1000 and len(tokens) > main.BLOCK_TOKENS else 0 for tokens in texts]
+        assert fed == [len(tokens) - 1 if piece == 1 and len(tokens) > main.BLOCK_TOKENS else 0 for tokens in texts]
         while len(got) < len(texts):
             going = [n for n in range(len(texts)) if n not in got]
             work = [main.Work(rows[n][0], texts[n][fed[n]: fed[n] + piece], 1) for n in going]

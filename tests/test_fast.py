@@ -190,6 +190,19 @@ def test_the_compilers_own_code_gives_the_same_answers():
     assert sizes == {4}
 
 
+def test_a_few_tokens_of_a_prompt_are_a_compiled_step_too():
+    chosen, plain, found = compiled("mistral", sizes=(32,)), tiny.model("mistral"), []
+    steps, run_step = chosen._runner.compiled, chosen._runner.compiled.run
+    steps.run = lambda size, *args, **options: found.append(size) or run_step(size, *args, **options)
+    logits = []
+    for one in (chosen, plain):
+        rows = [one.open(tokens, 8, main.Prompt(tokens), "")[0] for tokens in ASKED[:2]]
+        one.forward([main.Work(row, tokens, 1) for row, tokens in zip(rows, ASKED, strict=False)])
+        logits.append(one.forward([main.Work(rows[0], [5], 1), main.Work(rows[1], [*range(7, 29)], 1)]))
+    assert found[-1] == 32
+    assert float((logits[0] - logits[1]).abs().max()) <= 1e-4
+
+
 def test_layers_that_are_alike_share_their_code():
     assert len(compiled("mistral", sizes=(4,))._runner.compiled._codes) == 1
     assert len(compiled("gemma3_text", sizes=(4,))._runner.compiled._codes) == 2
