@@ -3205,24 +3205,19 @@ def _fineness(items: Sequence[Media], part: Any) -> dict[str, Any]:
     return dict.fromkeys(cuts.intersection(known), False) if low else {}
 
 
-def _image_arguments(items: Sequence[Media], part: Any) -> dict[str, Any]:
-    return {"images": [[item.data for item in items]], "images_kwargs": _fineness(items, part)}
-
-
-def _video_arguments(items: Sequence[Media], part: Any) -> dict[str, Any]:
-    """Films, whose frames were chosen already, with their times in milliseconds."""
+def _media_arguments(sense: str, items: Sequence[Media], part: Any) -> dict[str, Any]:
+    """What a processor is given of all media for one sense, which is the affair of that `part` of it."""
+    data = [item.data for item in items]
+    if sense == "audio":
+        return {"audio": data, "audio_kwargs": {"sampling_rate": part.sampling_rate}}
+    if sense == "image":
+        return {"images": [data], "images_kwargs": _fineness(items, part)}
+    # The frames of a film were chosen already; their times are told in milliseconds.
     told = [{"fps": 1000.0, "duration": film.duration, "frames_indices": [round(time * 1000) for time in film.times],
              "total_num_frames": max(round(film.duration * 1000), 1), "height": film.frames.shape[1],
-             "width": film.frames.shape[2]} for film in (item.data for item in items)]
-    return {"videos": [item.data.frames for item in items],
+             "width": film.frames.shape[2]} for film in data]
+    return {"videos": [film.frames for film in data],
             "videos_kwargs": {"video_metadata": told, "do_sample_frames": False} | _fineness(items, part)}
-
-
-def _audio_arguments(items: Sequence[Media], part: Any) -> dict[str, Any]:
-    return {"audio": [item.data for item in items], "audio_kwargs": {"sampling_rate": part.sampling_rate}}
-
-
-MEDIA_ARGUMENTS = {"image": _image_arguments, "video": _video_arguments, "audio": _audio_arguments}
 
 
 def _any_of(words: Iterable[str]) -> str:
@@ -3650,7 +3645,7 @@ class Model:
             if items:
                 key = (sense, *(item.key for item in items))
                 setattr(processor, name, Instead(part, self._kept_media.filled_by(key, part, made.append)))
-                given |= MEDIA_ARGUMENTS[sense](items, part)
+                given |= _media_arguments(sense, items, part)
         try:
             sensed = processor(text=[text], return_tensors="pt", **given)
             if len(made) > 1 and _values(sensed) < sum(map(_values, made)):  # SmolVLM keeps a film only
