@@ -3151,8 +3151,8 @@ class Shelf:
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes = most, most_bytes
-        self._kept: dict[Any, tuple[int, Any]] = {}  # the least lately used first
-        self._bytes, self._lock = 0, threading.Lock()
+        self._kept: dict[Any, Any] = {}  # the least lately used first
+        self._lock = threading.Lock()
 
     def filled_by(self, key: Any, make: Callable[..., Any], seen: Callable[[Any], None] = id) -> Callable[..., Any]:
         """`make`, which for one request is called with what `key` stands for, asked only for what is not here."""
@@ -3160,13 +3160,12 @@ class Shelf:
 
         def find(*args: Any, **options: Any) -> Any:
             each = (*key, next(calls))
+            value = self._kept.get(each) or make(*args, **options)
             with self._lock:
-                size, value = self._kept.pop(each, (0, None))
-                self._bytes -= size
-            if value is None:
-                value = make(*args, **options)
-                size = sum(getattr(item, "nbytes", 0) for item in value.values())
-            self._keep(each, size, value)
+                self._kept.pop(each, None)
+                self._kept[each] = value
+                while len(self._kept) > self._most or self.nbytes > self._most_bytes:
+                    del self._kept[next(iter(self._kept))]
             seen(value)
             # Processors add to what they get, and take away. Tensors nobody changes.
             return type(value)({name: item if hasattr(item, "nbytes") else copy.deepcopy(item)
@@ -3174,12 +3173,9 @@ class Shelf:
 
         return find
 
-    def _keep(self, key: Any, size: int, value: Any) -> None:
-        with self._lock:
-            self._bytes += size - self._kept.pop(key, (0, None))[0]
-            self._kept[key] = (size, value)
-            while self._bytes > self._most_bytes or len(self._kept) > self._most:
-                self._bytes -= self._kept.pop(next(iter(self._kept)))[0]
+    @property
+    def nbytes(self) -> int:
+        return sum(getattr(item, "nbytes", 0) for value in self._kept.values() for item in value.values())
 
 
 def _values(made: Mapping[str, Any]) -> int:

@@ -592,7 +592,7 @@ def test_kept_media_are_bounded():
     for n in range(20):
         made = shelf.filled_by((n,), lambda: {"pixels": torch.zeros(100)})()
         assert made["pixels"].nbytes == 400
-    assert len(shelf._kept) == 2 and shelf._bytes == 800
+    assert len(shelf._kept) == 2 and shelf.nbytes == 800
 
 
 @pytest.mark.parametrize("family,longest", [("qwen2_audio", 2), ("qwen2_5_omni", 2), ("gemma4", 30)])
