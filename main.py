@@ -1023,11 +1023,14 @@ def perceive(source: MediaSource, data: bytes, rate: int | None, settings: Setti
     kind = source.kind
     key = hashlib.blake2b(f"{kind} {sorted(source.options.items())} ".encode() + data, digest_size=16).digest()
     if kind == "audio":
-        return (Media(kind, source.mark, decode_audio(data, rate, source.where, settings), key, source.options),)
+        heard = decode_audio(data, rate, source.where, settings)
+        if not len(heard):
+            raise bad_media(source.where, "there is no sound in it")
+        return (Media(kind, source.mark, heard, key, source.options),)
     seen = (decode_image if kind == "image" else decode_video)(data, source.where, settings)
     shown = Media(kind, source.mark, seen, key, source.options)
     hears = kind == "video" and rate and seen.has_sound
-    heard = _heard(data, rate, source.where, settings, "video's sound") if hears else ()
+    heard = decode_audio(data, rate, source.where, settings, "video's sound") if hears else ()
     return (shown, Media("audio", f"{source.mark}sound", heard, key)) if len(heard) else (shown,)
 
 
@@ -1300,14 +1303,8 @@ def _shrunk(frame: av.VideoFrame, pixels: float) -> dict[str, int]:
     return {"width": max(1, int(frame.width * factor)), "height": max(1, int(frame.height * factor))}
 
 
-def decode_audio(data: bytes, rate: int, where: str, settings: Settings) -> numpy.ndarray:
-    """The sound of a recording or a film as float32 samples, all channels in one."""
-    if not len(samples := _heard(data, rate, where, settings, "audio")):
-        raise bad_media(where, "there is no sound in it")
-    return samples
-
-
-def _heard(data: bytes, rate: int, where: str, settings: Settings, what: str) -> numpy.ndarray:
+def decode_audio(data: bytes, rate: int, where: str, settings: Settings, what: str = "audio") -> numpy.ndarray:
+    """The sound of a recording or a film as float32 samples, all channels in one; none, where there is none."""
     pieces, seconds = [numpy.zeros(0, numpy.float32)], 0.0
     with _decoding(what, where), _open(data) as sound:
         resampler = av.AudioResampler("flt", "mono", rate)
