@@ -1197,7 +1197,7 @@ def decode_image(data: bytes, where: str, settings: Settings) -> Image.Image:
         if max(image.size) > MAX_ASPECT_RATIO * min(image.size):
             raise bad_media(where, f"one side of this image has {MAX_ASPECT_RATIO} times the length of the other")
         if image.mode in ("RGB", "RGBA", "L", "LA", "CMYK", "YCbCr", "LAB"):  # the others have no colours to mix yet
-            _shrink(image)
+            image.thumbnail(_within(image, MAX_SHOWN_PIXELS))
         ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I"):  # 16 bits a pixel, in whatever holds them
             image = Image.fromarray((numpy.asarray(image).clip(0, 65535) >> 8).astype(numpy.uint8))
@@ -1205,13 +1205,14 @@ def decode_image(data: bytes, where: str, settings: Settings) -> Image.Image:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         image = image.convert("RGB")
-        _shrink(image)
+        image.thumbnail(_within(image, MAX_SHOWN_PIXELS))
         return image
 
 
-def _shrink(image: Image.Image) -> None:
-    if (factor := math.sqrt(MAX_SHOWN_PIXELS / (image.width * image.height))) < 1:
-        image.thumbnail((image.width * factor, image.height * factor))
+def _within(picture: Image.Image | av.VideoFrame, pixels: float) -> tuple[int, int]:
+    """Its width and height, smaller where it has more than so many pixels."""
+    factor = min(1, math.sqrt(pixels / (picture.width * picture.height)))
+    return max(1, int(picture.width * factor)), max(1, int(picture.height * factor))
 
 
 def _open(data: bytes) -> av.container.InputContainer:
@@ -1241,8 +1242,9 @@ def decode_video(data: bytes, where: str, settings: Settings) -> Film:
         wanted = _spread(stamps, end, settings.max_video_frames)
         with _open(data) as film:
             for stamp, frame in _frames_at(film, wanted, keys, where):
-                size = size or _shrunk(frame, settings.max_image_megapixels * 1e6 / len(wanted))
-                frames.append(numpy.rot90(frame.to_ndarray(format="rgb24", **size), round(frame.rotation / 90)))
+                width, height = size = size or _within(frame, settings.max_image_megapixels * 1e6 / len(wanted))
+                shown = frame.to_ndarray(format="rgb24", width=width, height=height)
+                frames.append(numpy.rot90(shown, round(frame.rotation / 90)))
                 times.append((stamp - stamps[0]) * unit)
         return Film(numpy.stack(frames), tuple(times), (end - stamps[0]) * unit, has_sound)
 
@@ -1296,11 +1298,6 @@ def _frames_at(film: av.container.InputContainer, wanted: Sequence[int], keys: S
             if _stamp(frame) is not None and (here := _stamp(frame)) >= stamp:
                 yield here, frame
                 break
-
-
-def _shrunk(frame: av.VideoFrame, pixels: float) -> dict[str, int]:
-    factor = min(1, math.sqrt(pixels / (frame.width * frame.height)))
-    return {"width": max(1, int(frame.width * factor)), "height": max(1, int(frame.height * factor))}
 
 
 def decode_audio(data: bytes, rate: int, where: str, settings: Settings, what: str = "audio") -> numpy.ndarray:
