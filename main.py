@@ -618,12 +618,9 @@ class ResponseToolChoice(ToolName):
         return [tool.name or "" for tool in self.tools if tool.type == "function"], self.mode == "required"
 
 
-class TextFormat(Wire):
+class TextFormat(JsonSchemaFormat):  # with the schema in the format itself, where it need have no name
     type: Literal["text", "json_object", "json_schema"]
     name: Short | None = None
-    description: Text | None = None
-    schema_: Schema | None = Field(None, alias="schema")
-    strict: bool | None = None
 
 
 class TextOptions(Wire):
