@@ -984,15 +984,18 @@ with contextlib.suppress(AttributeError, OSError):  # Windows hides it. Else 2 k
     ctypes.CDLL(av._core.__file__).av_max_alloc(ctypes.c_size_t(MAX_ALLOCATION_BYTES))
 
 
+def unsupported(where: str, fault: str) -> ApiError:
+    return ApiError(400, f"{where}: {fault}.", "unsupported_content", where)
+
+
 def unsupported_part(kind: str, where: str) -> ApiError:
     if kind not in MEDIA_PARTS:
         return invalid_value(where, "content parts of this type are not known")
-    return ApiError(400, f"{where}: media are taken in messages of the user's and in results of tools only.",
-                    "unsupported_content", where)
+    return unsupported(where, "media are taken in messages of the user's and in results of tools only")
 
 
 def unsensed(model: str, kind: str, where: str) -> ApiError:
-    return ApiError(400, f"{where}: the model {model} takes no {kind}.", "unsupported_content", where)
+    return unsupported(where, f"the model {model} takes no {kind}")
 
 
 def media_source(part: Mapping[str, Any], where: str) -> MediaSource:
@@ -1001,7 +1004,7 @@ def media_source(part: Mapping[str, Any], where: str) -> MediaSource:
     if inner:
         held = inner[0]
     if "file_id" in held:
-        raise ApiError(400, f"{where}: no files are kept here; send the data or a URL.", "unsupported_content", where)
+        raise unsupported(where, "no files are kept here; send the data or a URL")
     given = [(key, held[key]) for key in MEDIA_KEYS if isinstance(held.get(key), str)]
     if len(given) != 1 or len(inner) > 1 or (inner and any(isinstance(part.get(key), str) for key in MEDIA_KEYS)):
         raise bad_media(where, "it must have exactly one URL or data")
@@ -1059,7 +1062,7 @@ async def fetch_media(source: MediaSource, settings: Settings) -> bytes:
         data = await anyio.to_thread.run_sync(_read_file, source, settings)
     else:
         fault = "is taken as a data URL or by an http(s) URL" if settings.media_urls else "is taken as a data URL"
-        raise ApiError(400, f"{source.where}: media {fault} here.", "unsupported_content", source.where)
+        raise unsupported(source.where, f"media {fault} here")
     if not data:
         raise bad_media(source.where, "there is nothing in it")
     return data
