@@ -750,7 +750,6 @@ class Film:
     frames: Any = field(compare=False)  # uint8 [n, height, width, 3], upright
     times: tuple[float, ...]  # of the frames, in seconds from the film's first
     duration: float
-    has_sound: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -1029,8 +1028,7 @@ def perceive(source: MediaSource, data: bytes, rate: int | None, settings: Setti
         return (Media(kind, source.mark, heard, key, source.options),)
     seen = (decode_image if kind == "image" else decode_video)(data, source.where, settings)
     shown = Media(kind, source.mark, seen, key, source.options)
-    hears = kind == "video" and rate and seen.has_sound
-    heard = decode_audio(data, rate, source.where, settings, "video's sound") if hears else ()
+    heard = decode_audio(data, rate, source.where, settings, "video's sound") if kind == "video" and rate else ()
     return (shown, Media("audio", f"{source.mark}sound", heard, key)) if len(heard) else (shown,)
 
 
@@ -1237,7 +1235,7 @@ def decode_video(data: bytes, where: str, settings: Settings) -> Film:
     frames, times, size = [], [], None
     with _decoding("video", where):
         with _open(data) as film:
-            has_sound, (unit, stamps, keys) = bool(film.streams.audio), _timetable(film, where)
+            unit, stamps, keys = _timetable(film, where)
         end = stamps[-1] + (stamps[-1] - stamps[0]) / max(1, len(stamps) - 1)
         wanted = _spread(stamps, end, settings.max_video_frames)
         with _open(data) as film:
@@ -1246,7 +1244,7 @@ def decode_video(data: bytes, where: str, settings: Settings) -> Film:
                 shown = frame.to_ndarray(format="rgb24", width=width, height=height)
                 frames.append(numpy.rot90(shown, round(frame.rotation / 90)))
                 times.append((stamp - stamps[0]) * unit)
-        return Film(numpy.stack(frames), tuple(times), (end - stamps[0]) * unit, has_sound)
+        return Film(numpy.stack(frames), tuple(times), (end - stamps[0]) * unit)
 
 
 def _timetable(film: av.container.InputContainer, where: str) -> tuple[float, list[int], list[int]]:

@@ -735,12 +735,13 @@ FORMS = [
 @pytest.mark.parametrize("form, codec, options", FORMS)
 @pytest.mark.parametrize("count", [1, 4, 16, 40, 64])
 def test_frames_are_spread_evenly_over_a_film_in_every_container(form, codec, options, count):
-    seen = video(film(40, form, codec, **options), max_video_frames=count)
+    data = film(40, form, codec, **options)
+    seen = video(data, max_video_frames=count)
     wanted = [n * 40 // count for n in range(count)] if count < 40 else list(range(40))
     assert numpy.allclose(seen.times, [n / 10 for n in wanted], atol=0.011)
     assert numpy.allclose(greys(seen), [n * 255 // 39 for n in wanted], atol=6)
     assert seen.frames.shape == (len(wanted), 48, 64, 3) and seen.frames.dtype == numpy.uint8
-    assert seen.duration == pytest.approx(4, abs=0.05) and not seen.has_sound
+    assert seen.duration == pytest.approx(4, abs=0.05) and not audio(data).size
 
 
 @pytest.mark.parametrize("form, codec", [("webm", "libvpx-vp9"), ("matroska", "libx264"), ("mpegts", "libx264")])
@@ -806,7 +807,7 @@ def test_a_film_without_pictures_is_refused():
 
 def test_the_sound_beside_the_pictures_can_be_heard():
     seen = film(10, sound=tone(1, 16_000))
-    assert video(seen).has_sound and video(seen).frames.shape[0] == 10
+    assert video(seen).frames.shape[0] == 10
     assert abs(audio(seen).size - 16_000) <= 2048 and pitch(audio(seen), 16_000) == pytest.approx(440, abs=5)
 
 
