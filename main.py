@@ -1036,15 +1036,13 @@ def bad_media(where: str, fault: str) -> ApiError:
     return ApiError(400, f"{where}: {fault}.", "invalid_media", where)
 
 
-def check_counts(sources: Iterable[MediaSource], settings: Settings) -> None:
+def check_counts(sources: Sequence[MediaSource], settings: Settings) -> None:
     """Refuse more media than a request may have, before any is fetched, and again when files have proved their kind."""
     bounds = {"image": settings.max_images, "video": settings.max_videos, "audio": settings.max_audios}
     bounds["file"] = sum(bounds.values())
-    seen: Counter[str] = Counter()
-    for source in sources:
-        seen[source.kind] += 1
-        if seen[source.kind] > bounds[source.kind]:
-            raise bad_media(source.where, f"a request may have {bounds[source.kind]} parts of this kind")
+    for kind, most in bounds.items():
+        if beyond := [source for source in sources if source.kind == kind][most:]:
+            raise bad_media(beyond[0].where, f"a request may have {most} parts of this kind")
 
 
 # -- Fetching ----------------------------------------------------------------------------------------------------
