@@ -987,12 +987,6 @@ def unsupported(where: str, fault: str) -> ApiError:
     return ApiError(400, f"{where}: {fault}.", "unsupported_content", where)
 
 
-def unsupported_part(kind: str, where: str) -> ApiError:
-    if kind not in MEDIA_PARTS:
-        return invalid_value(where, "content parts of this type are not known")
-    return unsupported(where, "media are taken in messages of the user's and in results of tools only")
-
-
 def unsensed(model: str, kind: str, where: str) -> ApiError:
     return unsupported(where, f"the model {model} takes no {kind}")
 
@@ -4833,12 +4827,14 @@ def shown_parts(parts: str | Sequence[ContentPart], kind: str, where: str, first
     shown = []
     for n, part in enumerate(parts, first):
         place = f"{where}[{n}]"
-        if shows and part.type in MEDIA_PARTS:
+        if part.type in MEDIA_PARTS:
+            if not shows:
+                raise unsupported(place, "media are taken in messages of the user's and in results of tools only")
             media_source(known_fields(part), place)
             shown.append(known_fields(part))
             continue
         if part.type not in taken:
-            raise unsupported_part(part.type, place)
+            raise invalid_value(place, "content parts of this type are not known")
         key = "refusal" if part.type == "refusal" else "text"
         if (text := getattr(part, key)) is None:
             raise invalid_value(f"{place}.{key}", "missing")
