@@ -3205,11 +3205,6 @@ def _any_of(words: Iterable[str]) -> str:
     return "|".join(sorted(map(re.escape, filter(None, words)), key=len, reverse=True)) or r"(?!)"
 
 
-def _beyond(text: str, begin: str) -> str:
-    """`text` after what it shares with `begin`."""
-    return text[_shared(text, begin):]
-
-
 def _shapes(messages: Sequence[Message], form: CallForm) -> Iterator[Sequence[Message]]:
     """The messages as sent; then without thoughts; then with calls as text. Each of these as it is; then with all
     system text in one at the front; then with it in the first user turn."""
@@ -3424,7 +3419,7 @@ class Model:
                 return ""
 
         asked, called = shown(1), shown(2)
-        wrote = _beyond(called, asked)
+        wrote = called[_shared(called, asked):]
         form = next((f for f in CALL_FORMS if self._reads(f, wrote)), None)
         if "probe_call" not in wrote:
             form = next((f for f in CALL_FORMS if f.mark and f.mark in said), None)
@@ -3657,7 +3652,8 @@ class Model:
                 text = self._applied(said, tools, **options, **{
                     "continue_final_message" if chat.continues else "add_generation_prompt": True})
                 before = said[:-1] if chat.continues else said
-                opening = _beyond(text, self._applied(before, tools, **options) if has_parts and before else text)
+                asked = self._applied(before, tools, **options) if has_parts and before else text
+                opening = text[_shared(text, asked):]
                 shown = [media[found] for m in shape for found in marks.findall(m.content) if found]
                 if media and any(text.count(word) != sum(item.kind == kind for item in shown)
                                  for kind, word in self._placeholders.items()):
