@@ -993,15 +993,14 @@ def unsensed(model: str, kind: str, where: str) -> ApiError:
 
 def media_source(part: Mapping[str, Any], where: str) -> MediaSource:
     """What a content part, as JSON, names: one URL or data, in whichever place clients put it."""
-    held, inner = part, [part[key] for key in MEDIA_KEYS if isinstance(part.get(key), dict)]
-    if inner:
-        held = inner[0]
-    if "file_id" in held:
+    places = [part, *(value for value in part.values() if isinstance(value, dict))]
+    if any("file_id" in held for held in places):
         raise unsupported(where, "no files are kept here; send the data or a URL")
-    given = [(key, held[key]) for key in MEDIA_KEYS if isinstance(held.get(key), str)]
-    if len(given) != 1 or len(inner) > 1 or (inner and any(isinstance(part.get(key), str) for key in MEDIA_KEYS)):
+    given = [(held, key) for held in places for key in MEDIA_KEYS if isinstance(held.get(key), str)]
+    if len(given) != 1:
         raise bad_media(where, "it must have exactly one URL or data")
-    [(key, url)] = given
+    [(held, key)] = given
+    url = held[key]
     if key in ("data", "file_data", "image_base64", "b64_json") and url[:5].lower() != "data:":
         url = f"data:;base64,{url}"
     if url[:5].lower() != "data:" and len(url) > MAX_URL_CHARACTERS:
