@@ -3937,11 +3937,12 @@ class Job:
     def __init__(self, prompt: Prompt, sampling: Sampling, emit: Callable[[Event], None], owner: str = "",
                  past: Sequence[Produced] = ()) -> None:
         self.prompt, self.sampling, self.emit, self.owner = prompt, sampling, emit, owner
-        self.past = past  # what another process has made of it
+        self.past, self.forked = past, bool(past)  # what another process has made of it
         self.before: Callable[[], None] | None = None  # what is to be done when its turn comes
         self.prompt_ids = frozenset(prompt.tokens)
-        self.choices = [Choice(self, 0)]  # that have not ended: one in prefill, all of them from the first token on
-        self.started = self.forked = self.cancelled = False
+        # Those that have not ended: one in prefill, all of them from the first token on.
+        self.choices = [Choice(self, n) for n in range(sampling.choices if past else 1)]
+        self.started = self.cancelled = False
 
 
 class Choice:
@@ -4030,19 +4031,10 @@ class Engine:
 
     def _replay(self, job: Job) -> None:
         """Bring a job to where another process left it: readers and grammars follow its tokens, its events are told."""
-        refusal, rest = None, [Choice(job, n) for n in range(1, job.sampling.choices)]
-        job.forked, job.choices = True, job.choices + rest
-        self._waiting.extendleft(rest)
-        try:
-            choices = [choice.begin(self._model) for choice in job.choices]
-            for event in job.past:
-                if choices[event.choice] in job.choices:
-                    self._advance(choices[event.choice], event.token, event.logprob)
-        except Exception as error:
-            log.exception("a job could not be taken up")
-            refusal = self._model.failure(error)
-        if refusal:
-            self._fail(job, refusal)
+        choices, past, job.past = [choice.begin(self._model) for choice in job.choices], job.past, ()
+        for event in past:
+            if choices[event.choice] in job.choices:
+                self._advance(choices[event.choice], event.token, event.logprob)
 
     def _has_place(self, job: Job) -> bool:
         taken = sum(other.sampling.choices for other in {choice.job for choice in self._running} - {job})
@@ -4054,10 +4046,10 @@ class Engine:
         if before := job.before:
             job.before = None
             before()
-        if job.past and not job.forked:
-            self._replay(job)
-            return True
         try:
+            if job.past:
+                self._replay(job)
+                return True
             choice = choice if choice.reader else choice.begin(self._model)
             budget = job.sampling.max_new_tokens - len(choice.produced)
             opened = self._model.open(choice.next(choice.left), budget, job.prompt, job.owner)
