@@ -55,7 +55,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from urllib.parse import quote, unquote_to_bytes, urljoin
 from urllib.request import url2pathname
 
@@ -2167,6 +2167,7 @@ class Pool:
         return (row, reused) if row else None
 
     def fork(self, row: Row) -> Row | None:
+        """A second sequence that goes on from the same place; None: there is no room now."""
         return self._copied(row, row.length, row.blocks, row.size)
 
     def _copied(self, source: Row, length: int, blocks: Sequence[bytes], size: int) -> Row | None:
@@ -2179,6 +2180,7 @@ class Pool:
         return row
 
     def reserve(self, row: Row, length: int) -> bool:
+        """Whether a sequence may grow to so many tokens now."""
         if length <= row.size:
             return True
         start, size = row.start, row.size
@@ -2190,6 +2192,7 @@ class Pool:
         return False
 
     def close(self, row: Row, keep: bool = True) -> None:
+        """Give a sequence's room back; unless it failed, what it holds can be found until the room is needed."""
         row.used, row.memory, self._untidy = next(self._clock), None, True
         if not keep or not row.blocks:
             self._forget(row)
@@ -2511,20 +2514,9 @@ class Draw:  # what decides a row's next token, beside its logits
     allowed: bytes | None = None  # which may, a bit per token, the lowest first; None: all
 
 
-class Runner(Protocol):
-    """Computes sequences. A state is one sequence's memory, and the runner's own affair."""
-
-    room: tuple[int, int] | None
-
-    def open(self, tokens: Sequence[int], budget: int, root: bytes = b"", least: int = 0) -> tuple[Any, int] | None: ...
-    def fork(self, state: Any) -> Any | None: ...
-    def reserve(self, state: Any, length: int) -> bool: ...
-    def close(self, state: Any, keep: bool = True) -> None: ...
-    def forward(self, work: Sequence[Work]) -> torch.Tensor | None: ...
-
-
 class SoloRunner:
-    """One forward per sequence over the network's own kind of cache: it fits every network."""
+    """One forward per sequence over the network's own kind of cache: it fits every network. A state is one sequence's
+    memory, and the affair of the runner that opened it."""
 
     room = None
 
@@ -3320,7 +3312,7 @@ class Model:
         self.name, self._tokenizer, self._network = name, tokenizer, network
         self._config = network.config.get_text_config(decoder=True)
         takes = inspect.signature(network.forward).parameters
-        self._runner: Runner = SoloRunner(network, self._config)
+        self._runner: SoloRunner | FlatRunner = SoloRunner(network, self._config)
         self._decoder = tokenizer.backend_tokenizer
         self._added = self._decoder.get_added_tokens_decoder()
         self._learn_senses(processor, {*takes, *inspect.signature(network.base_model.forward).parameters})
@@ -3342,6 +3334,7 @@ class Model:
                                  min_p=own.min_p or 0.0, repetition_penalty=own.repetition_penalty or 1.0)
         self.prefills_in_pieces, self.runs_alone = self._try_out()
         self._choose_runner(cache_gib, cache_fraction)
+        self.fork, self.reserve, self.close = self._runner.fork, self._runner.reserve, self._runner.close
         self.fingerprint = self._fingerprint()
         # Larger steps compute prompts faster, and keep everybody else waiting longer: of one alone, whoever comes next.
         self.batch_tokens, self.lone_batch_tokens = (128, 256) if network.device.type == "cpu" else (2048, 2048)
@@ -3758,18 +3751,6 @@ class Model:
         """Memory for one sequence and how many of its tokens it already holds; None: there is no room now."""
         root = hashlib.blake2b(prompt.media_key + owner.encode(), digest_size=16).digest()
         return self._runner.open(tokens, budget, root, prompt.media_end)
-
-    def fork(self, state: Any) -> Any | None:
-        """A second sequence that goes on from the same place; None: there is no room now."""
-        return self._runner.fork(state)
-
-    def reserve(self, state: Any, length: int) -> bool:
-        """Whether a sequence may grow to so many tokens now."""
-        return self._runner.reserve(state, length)
-
-    def close(self, state: Any, keep: bool = True) -> None:
-        """Give a sequence's room back; unless it failed, what it holds can be found until the room is needed."""
-        self._runner.close(state, keep)
 
     @property
     def room(self) -> tuple[int, int] | None:
