@@ -55,6 +55,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from urllib.parse import quote, unquote_to_bytes, urljoin
 from urllib.request import url2pathname
@@ -2634,7 +2635,7 @@ class CompiledSteps:
             log.warning("steps cannot be compiled any further, and run as they are", exc_info=True)
 
     def _prepare(self) -> None:
-        """Make what compiled code calls back, and the copy of the network that runs it."""
+        """Make what compiled code calls back, the copy of the network that runs it, and the one that it is made of."""
         import torch
 
         now, self._library = self._now, torch.library.Library("server", "FRAGMENT")
@@ -2654,6 +2655,10 @@ class CompiledSteps:
         self._twin, layers = self._copied()
         for n, layer in enumerate(layers):
             layer.forward = functools.partial(self._layer, n, [*_weights(layer).values()])
+        self._plain, self._layers = self._copied()
+        for part in self._plain.modules():
+            if hasattr(part, "product"):
+                part.product = self._product
 
     def _op(self, signature: str, real: Callable[..., Any], shape: Callable[..., Any]) -> Any:
         import torch
@@ -2679,19 +2684,22 @@ class CompiledSteps:
     def run(self, size: int, ids: torch.Tensor, positions: torch.Tensor, codes: Any = None, **given: Any) -> Any:
         from torch.nn.functional import pad
 
-        self._now.codes, self._now.plan, self._now.pool = codes or self._sizes[size], given["plan"], given["cache"]
+        self._now.codes = self._sizes[size] if codes is None else codes
+        self._now.plan, self._now.pool = given["plan"], given["cache"]
         ids, positions = (pad(x, (0, size - len(x)))[None] for x in (ids, positions))
         return self._twin(input_ids=ids, position_ids=positions, **given)
 
     def _layer(self, n: int, weights: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        self._now.layer = n
-        return self._now.codes[n](*weights, *_tensors((args, kwargs)))
+        self._now.layer, codes = n, self._now.codes
+        if n == len(codes):  # this size is being tried
+            codes.append(self._code(self._layers[n], args, kwargs))
+        return codes[n](*weights, *_tensors((args, kwargs)))
 
     def _tried(self, size: int) -> tuple[list[Callable[..., Any]], float]:
         """The layers' codes for so many tokens, and how far a step with them is from one without."""
         import torch
 
-        (network, layers), calls, row = self._copied(), list[Any](), Row(b"")
+        network, codes, row = self._plain, list[Callable[..., Any]](), Row(b"")
         row.size, pool = ROW_TOKENS, Pool([(k[None], v[None]) for k, v in self._pool.layers], 1, 1)
         places = torch.arange(48 + size, device=network.device)
         ids = (places * 7919 + 11) % min(network.config.get_text_config().vocab_size, 30_000)
@@ -2702,25 +2710,18 @@ class CompiledSteps:
 
         with torch.no_grad():
             network(input_ids=ids[None, :48], position_ids=places[None, :48], **given(0, 48))
-            hooks = [layer.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
-                     for layer in layers]
             ids, at, step = ids[48:], places[48:], given(48, 48 + size)
             want = network(input_ids=ids[None], position_ids=at[None], **step).logits[0].float()
-            for hook in hooks:
-                hook.remove()
-            for part in network.modules():
-                if hasattr(part, "product"):
-                    part.product = self._product
-            codes = [self._code(layer, *call) for layer, call in zip(layers, calls, strict=True)]
-            return codes, _apart(want, self.run(size, ids, at, codes, **step).logits[0].float())
+            return codes, _apart(want, self.run(size, ids, at, codes=codes, **step).logits[0].float())
 
     def _code(self, layer: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
         from torch.func import functional_call
         from torch.fx.experimental.proxy_tensor import make_fx
         from torch.utils._pytree import tree_flatten, tree_unflatten
 
-        weights, stand_in = _weights(layer), _Traced(self._attend)
-        leaves, spec = tree_flatten((args, kwargs))
+        weights, (leaves, spec) = _weights(layer), tree_flatten((args, kwargs))
+        # For cache and plan, while a layer is traced.
+        stand_in = SimpleNamespace(attend=self._attend, update=lambda key, value, *_, **__: (key, value))
         leaves = [stand_in if isinstance(leaf, Pool | Plan) else leaf for leaf in leaves]
         spots = [n for n, leaf in enumerate(leaves) if hasattr(leaf, "new_empty")]
 
@@ -2737,14 +2738,6 @@ class CompiledSteps:
         if key not in self._codes or "_tensor_constant" in graph.code:  # those are a layer's own
             self._codes[key] = self._compile(graph, inputs)
         return self._codes[key]
-
-
-@dataclass(frozen=True, slots=True)
-class _Traced:  # stands for cache and plan while a layer is traced
-    attend: Callable[..., Any]
-
-    def update(self, key: Any, value: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
-        return key, value
 
 
 def _weights(part: Any) -> dict[str, torch.Tensor]:
