@@ -2159,7 +2159,7 @@ class Pool:
         used, source.used = source.used, math.inf  # its own room is not what makes room
         ended, row = used < math.inf, None
         if not ended or len(source.blocks) > count:
-            row = self._copied(source, reused, blocks[:count], size)
+            row = self.fork(source, reused, size)
         if row is None and ended:  # nothing of it would be lost, or there is no other room than its own
             self._cut(source, reused)
             row, self._untidy = source if self.reserve(source, size) else None, True
@@ -2167,17 +2167,14 @@ class Pool:
             source.used = next(self._clock) if ended else used
         return (row, reused) if row else None
 
-    def fork(self, row: Row) -> Row | None:
-        """A second sequence that goes on from the same place; None: there is no room now."""
-        return self._copied(row, row.length, row.blocks, row.size)
-
-    def _copied(self, source: Row, length: int, blocks: Sequence[bytes], size: int) -> Row | None:
-        row = Row(source.root)
-        if not self._place(row, size):
+    def fork(self, source: Row, length: int | None = None, size: int | None = None) -> Row | None:
+        """A second sequence that goes on from the same place, or an earlier one; None: there is no room now."""
+        length, row = length or source.length, Row(source.root)
+        if not self._place(row, size or source.size):
             return None
         self._copy(source.start, row.start, length)
         row.length, row.shift, row.tokens = length, source.shift, source.tokens[:length]
-        self._note(row, blocks)
+        self._note(row, source.blocks[:length // BLOCK_TOKENS])
         return row
 
     def reserve(self, row: Row, length: int) -> bool:
