@@ -1777,31 +1777,25 @@ class Progress:  # of a load
 Report = Callable[[Progress], None]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSource:  # where weights come from
-    repo: str  # a hub id or a folder
-    revision: str | None = None
-    gguf: str | None = None  # a file in it
-
-
-def find_source(settings: Settings, report: Report) -> ModelSource:
-    """Read `MODEL_REPO_ID`; the demo model is converted here, once."""
+def find_source(settings: Settings, report: Report) -> tuple[str, dict[str, str]]:
+    """Read `MODEL_REPO_ID`: a hub id or a folder, and what of it, in transformers' words. The demo model is converted
+    here, once."""
     name = settings.model_repo_id
     if name.lower() == "demo":
-        return ModelSource(str(_demo_folder(settings.models_dir, report)))
+        return str(_demo_folder(settings.models_dir, report)), {}
     if name.endswith(".gguf"):
         if os.path.isfile(name):
-            return ModelSource(os.path.dirname(name) or ".", gguf=os.path.basename(name))
+            return os.path.dirname(name) or ".", {"gguf_file": os.path.basename(name)}
         repo, _, file = name.rpartition(":")
         if not repo or (settings.names_path and not os.path.isfile(os.path.join(repo, file))):
             raise load_error(f"There is no file {settings.served_id}: check MODEL_REPO_ID.")
-        return ModelSource(repo, gguf=file)
+        return repo, {"gguf_file": file}
     if os.path.isdir(name):
-        return ModelSource(name)
+        return name, {}
     if settings.names_path:
         raise load_error(f"There is no model folder {settings.served_id}: check MODEL_REPO_ID.")
     repo, _, revision = name.partition("@")
-    return ModelSource(repo, revision or None)
+    return repo, {"revision": revision} if revision else {}
 
 
 def _demo_folder(models_dir: Path, report: Report) -> Path:
@@ -1817,8 +1811,8 @@ def _demo_folder(models_dir: Path, report: Report) -> Path:
     except OSError as error:
         raise load_error(f"MODELS_DIR cannot be made: {error.strerror}.") from error
     report(Progress("convert"))
-    source = ModelSource(package.submodule_search_locations[0], gguf=DEMO_FILE)
-    tokenizer, network = _load_parts(source, Settings(device_map="cpu", torch_dtype="bfloat16"), report)
+    chosen = Settings(device_map="cpu", torch_dtype="bfloat16")
+    tokenizer, network = _load_parts(package.submodule_search_locations[0], chosen, report, gguf_file=DEMO_FILE)
     # A half-written folder must never pass for a model: write beside it, then rename.
     with tempfile.TemporaryDirectory(dir=models_dir, prefix=".converting-") as beside:
         network.save_pretrained(Path(beside) / "model")
@@ -1831,31 +1825,29 @@ def _demo_folder(models_dir: Path, report: Report) -> Path:
     return folder
 
 
-def _load_parts(source: ModelSource, settings: Settings, report: Report, **options: Any) -> tuple[Any, Any]:
+def _load_parts(repo: str, settings: Settings, report: Report, **options: Any) -> tuple[Any, Any]:
     """The processor, or the tokenizer where there are only words, and the network, as transformers makes them."""
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GgufConfig
 
-    options |= {"revision": source.revision} | ({"gguf_file": source.gguf} if source.gguf else {})
     report(Progress("tokenizer"))
-    config = AutoConfig.from_pretrained(source.repo, **options)
+    config = AutoConfig.from_pretrained(repo, **options)
     coded = (getattr(config, "auto_map", None) or {}) if settings.trust_remote_code else {}
     sensing = (transformers.AutoModelForMultimodalLM, transformers.AutoModelForImageTextToText)
     kind = next((k for k in sensing if k.__name__ in coded or type(config) in k._model_mapping), AutoModelForCausalLM)
     try:
-        processor = (AutoTokenizer if kind is AutoModelForCausalLM else AutoProcessor).from_pretrained(
-            source.repo, **options)
+        processor = (AutoTokenizer if kind is AutoModelForCausalLM else AutoProcessor).from_pretrained(repo, **options)
     except (ImportError, OSError, ValueError) as error:
         if kind is AutoModelForCausalLM:
             raise
         log.warning("the model's processor cannot be loaded, so it takes text only: %s", " ".join(str(error).split()))
-        processor = AutoTokenizer.from_pretrained(source.repo, **options)
+        processor = AutoTokenizer.from_pretrained(repo, **options)
     report(Progress("weights"))
     dtype = _choose_dtype(settings, config)
-    options |= _quantization(settings, source, dtype)
-    if source.gguf:
+    options |= _quantization(settings, "gguf_file" in options, dtype)
+    if "gguf_file" in options:
         options["quantization_config"] = GgufConfig(dequantize=True)
-    network = kind.from_pretrained(source.repo, dtype=dtype, device_map=settings.device_map,
+    network = kind.from_pretrained(repo, dtype=dtype, device_map=settings.device_map,
                                    use_safetensors=None if settings.allow_pickle else True, **options)
     return processor, network.eval()
 
@@ -1903,7 +1895,7 @@ def _on_cpu(settings: Settings) -> bool:
     return settings.device_map == "cpu" or not torch.accelerator.is_available()
 
 
-def _quantization(settings: Settings, source: ModelSource, dtype: torch.dtype) -> dict[str, Any]:
+def _quantization(settings: Settings, from_gguf: bool, dtype: torch.dtype) -> dict[str, Any]:
     """What transformers is told of QUANTIZATION. On a CPU `int8` is ours: what it knows is slower there than bf16."""
     chosen, on_cpu = settings.quantization, _on_cpu(settings)
     if chosen == "none" or (chosen == "int8" and on_cpu):
@@ -1911,7 +1903,7 @@ def _quantization(settings: Settings, source: ModelSource, dtype: torch.dtype) -
     package = "bitsandbytes" if chosen.startswith("bnb") else "torchao"
     if package == "torchao" and on_cpu:
         raise load_error(f"QUANTIZATION={chosen} needs a GPU: choose `int8`, or `none`.")
-    if source.gguf:
+    if from_gguf:
         raise load_error(f"QUANTIZATION={chosen} cannot be had from a GGUF file: choose `none`, or name safetensors.")
     if importlib.util.find_spec(package) is None:
         raise load_error(f"QUANTIZATION={chosen} needs a package: run `pip install {package}`, or choose `none`.")
@@ -3874,8 +3866,9 @@ def load_model(settings: Settings, report: Report) -> Model:
     token = settings.hf_token.get_secret_value() if settings.hf_token else None
     previous = transformers_logging.set_tqdm_hook(lambda _, args, kwargs: loaded(*args, **kwargs))
     try:
-        processor, network = _load_parts(find_source(settings, report), settings, report, token=token,
-                                         trust_remote_code=settings.trust_remote_code, tqdm_class=downloaded)
+        repo, options = find_source(settings, report)
+        processor, network = _load_parts(repo, settings, report, token=token, tqdm_class=downloaded,
+                                         trust_remote_code=settings.trust_remote_code, **options)
     finally:
         transformers_logging.set_tqdm_hook(previous)
     report(Progress("check"))

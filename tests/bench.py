@@ -208,7 +208,7 @@ class Run:
 def measure_all(run: Run, chosen: argparse.Namespace, folder: Path) -> None:
     """Three times servers and loads: words, pictures, and the server's own path."""
     models_dir = Path(os.environ.get("MODELS_DIR", ROOT / "models")).absolute()
-    model = main.find_source(main.Settings(model_repo_id="demo", models_dir=models_dir), lambda _: None).repo
+    model = main.find_source(main.Settings(model_repo_id="demo", models_dir=models_dir), lambda _: None)[0]
     sizes, partial, makers = run.sizes, functools.partial, {OURS: lambda: ours(OURS, model, folder)}
     for variant in chosen.variants:
         name, env = f"{OURS}, {variant}", dict(setting.split("=", 1) for setting in variant.split())

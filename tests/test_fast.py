@@ -13,7 +13,7 @@ import psutil
 import pytest
 import tiny
 import torch
-from conftest import ROOT, chat, main, tokens_of
+from conftest import chat, main, tokens_of
 from test_batch import text
 from test_model import run
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -141,7 +141,7 @@ def test_what_cannot_be_had_is_refused_in_one_sentence_that_says_what_to_do(chos
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     settings = main.Settings(device_map="cpu", quantization=chosen)
     with pytest.raises(main.ApiError, match=words) as refusal:
-        main._quantization(settings, main.ModelSource(str(ROOT), gguf=gguf), torch.bfloat16)
+        main._quantization(settings, gguf is not None, torch.bfloat16)
     assert (refusal.value.status_code, refusal.value.code) == (503, "model_load_failed")
 
 

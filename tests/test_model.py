@@ -685,8 +685,9 @@ def test_a_model_is_named_in_any_of_these_ways(tmp_path, name, source):
     (place / "file.gguf").touch()
     (place / "other.gguf").touch()
     chosen = main.Settings(model_repo_id=name.format(folder=place))
-    found = main.find_source(chosen, lambda _: None)
-    assert (found.repo, found.revision, found.gguf) == tuple(part and part.format(folder=place) for part in source)
+    repo, found = main.find_source(chosen, lambda _: None)
+    told = repo, found.pop("revision", None), found.pop("gguf_file", None)
+    assert told == tuple(part and part.format(folder=place) for part in source) and not found
 
 
 @pytest.mark.parametrize("name", ["{folder}", "{folder}/a.gguf", "{folder}:a.gguf", "./nowhere", "~/nowhere", "a.gguf"])
@@ -707,7 +708,7 @@ def test_the_smallest_top_p_keeps_the_likeliest_token(top_p):
 def test_a_gguf_file_in_the_working_folder_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.gguf").touch()
-    assert main.find_source(main.Settings(model_repo_id="file.gguf"), print) == main.ModelSource(".", gguf="file.gguf")
+    assert main.find_source(main.Settings(model_repo_id="file.gguf"), print) == (".", {"gguf_file": "file.gguf"})
 
 
 def test_the_demo_model_is_converted_once(demo):
