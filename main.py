@@ -2088,8 +2088,6 @@ class Pool:
     it is the cache: the plan of a step, which travels as an argument, says where the new tokens go.
     """
 
-    is_compileable = False
-
     def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int, context: int) -> None:
         units = max(1, tokens // ROW_TOKENS)
         self.spare = units * ROW_TOKENS  # a place that is nobody's, for tokens that only fill a step
@@ -3853,8 +3851,7 @@ class Model:
         """Give back what a step that ran out of memory has left behind."""
         import torch
 
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # nothing, where there is no CUDA
 
 
 def load_model(settings: Settings, report: Report) -> Model:
