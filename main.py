@@ -2553,7 +2553,6 @@ class SoloRunner:
 
 def flat_layers(network: Any, config: Any, solo: SoloRunner) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What each layer keeps of four tokens. Raises NotFlat for a network whose parts do not allow a flat batch."""
-    import torch
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.cache_utils import DynamicLayer
 
@@ -2571,13 +2570,11 @@ def flat_layers(network: Any, config: Any, solo: SoloRunner) -> list[tuple[torch
     if why := next((reason for reason, holds in reasons.items() if holds), None):
         raise NotFlat(why)
     memory, _ = solo.open([], 0)
-    with torch.inference_mode():
-        solo.feed(memory, [1, 2, 3, 1])
-    layers = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in memory.cache.layers]
+    solo.feed(memory, [1, 2, 3, 1])
     if not all(isinstance(layer, DynamicLayer) and layer.keys is not None and layer.keys.shape[-2] == 4
                for layer in memory.cache.layers):
         raise NotFlat("its layers keep more than keys and values")
-    return layers
+    return [(layer.keys, layer.values) for layer in memory.cache.layers]
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -3454,8 +3451,8 @@ class Model:
         try:
             if self.runs_alone:
                 raise NotFlat("a second sequence disturbs a first")
-            layers = flat_layers(self._network, self._config, solo)
             with torch.inference_mode():
+                layers = flat_layers(self._network, self._config, solo)
                 self._compare(FlatRunner(self._network, self._config, Pool(layers, 3 * ROW_TOKENS, ROW_TOKENS), solo))
             pool = Pool(layers, pool_tokens(layers, self.context, gib, fraction), self.context)
             self._runner = FlatRunner(self._network, self._config, pool, solo)
