@@ -4252,10 +4252,6 @@ class Session:
     def size(self) -> int:  # what it takes in memory, roughly
         return self.bytes + self.object_bytes + SESSION_BYTES
 
-    @property
-    def closed(self) -> bool:
-        return self.ended is not None
-
     def publish(self, frames: Sequence[Frame], status: str | None = None, now: float = 0.0,
                 max_frames: float = math.inf, max_bytes: float = math.inf) -> None:
         """Show `frames` to the readers, and let the oldest go, but never the last. A `status` ends the session."""
@@ -4280,7 +4276,7 @@ class Session:
 
     async def until(self, count: float = math.inf) -> bool:
         """Wait until there are so many frames, or the end, or none will come here; whether there are so many."""
-        while self.count < count and not self.closed and not self.left:
+        while self.count < count and not self.ended and not self.left:
             await self._changed.wait()
         return self.count >= count
 
@@ -4499,7 +4495,7 @@ class SessionStore:
         over = sum(s.size for s in self._by_id.values()) - self._settings.sessions_buffer_mib * 2**20
         if over <= 0 or (self._log and self._log.degraded):  # what is not on disk yet must not leave memory
             return
-        ended = (s for s in self._by_id.values() if s.closed and not s.readers)
+        ended = (s for s in self._by_id.values() if s.ended and not s.readers)
         for session in sorted(ended, key=lambda s: (not s.stored, s.ended)):  # first those that disk has, too
             over -= session.size
             self._evict(session)
@@ -4509,7 +4505,7 @@ class SessionStore:
     def sweep(self) -> None:
         """Drop what has expired, from memory and from disk."""
         settings, now = self._settings, time.time()
-        for session in [s for s in self._by_id.values() if s.closed]:
+        for session in [s for s in self._by_id.values() if s.ended]:
             session.ended = min(session.ended, now)
             if self._expired(session):
                 self._evict(session)
@@ -6496,7 +6492,7 @@ async def get_session(ref: str, owner: OwnerDep, server: ServerDep) -> dict[str,
 @router.get("/v1/sessions/{ref}/events")
 async def session_events(ref: str, request: Request, owner: OwnerDep, server: ServerDep) -> Response:
     session, after = await resume_at(server, owner, last_event_id(request), ref)
-    if session.closed and 0 <= after == session.count - 1:
+    if session.ended and 0 <= after == session.count - 1:
         return Response(status_code=204)  # what stops an EventSource
     return Reader(server, session, after, True, {})
 
