@@ -4337,14 +4337,11 @@ class SessionStore:
         """What keeps the answer as an object, if it is to be kept. What was asked may be large, and is written once."""
         if session.asked is None or session.result is None:
             return []
-        result, has_begun = json.dumps(session.result), bool(session.object_bytes)
-        asked = "" if has_begun else json.dumps(session.asked)
+        result, asked = json.dumps(session.result), "" if session.object_bytes else json.dumps(session.asked)
         session.object_bytes += len(asked) + len(result)
-        if has_begun:
-            return [("UPDATE objects SET created = ?, result = ?, size = ? WHERE id = ?", (
-                time.time(), result, session.object_bytes, session.id))]
-        return [("INSERT OR REPLACE INTO objects VALUES (?, ?, ?, ?, ?, ?)", (
-            session.id, session.owner, time.time(), asked, result, session.object_bytes))]
+        return [("INSERT INTO objects VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
+                 " created = excluded.created, result = excluded.result, size = excluded.size", (
+                     session.id, session.owner, time.time(), asked, result, session.object_bytes))]
 
     def _write(self, session: Session, statements: Sequence[Statement], then: Callable[[], None]) -> None:
         """Call `then` once `statements` are on disk; at once, where the session is in memory only."""
