@@ -4853,12 +4853,8 @@ def logprob_list(items: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
 class Part:  # of an answer: a piece of its text, a thought, or one call
     kind: type[Delta]
     name: str | None = None  # of the function that is called
-    pieces: list[str] = field(default_factory=list)  # of the text, or of the call's arguments
+    text: str = ""  # or the call's arguments
     logprobs: list[dict[str, Any]] = field(default_factory=list)  # as both protocols show them
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
 
 
 @dataclass(slots=True)
@@ -4880,7 +4876,7 @@ class Said:  # by one choice so far
             kind, name, shown = type(delta), getattr(delta, "name", None), list[dict[str, Any]]()
             if name or not self.parts or self.parts[-1].kind is not kind:
                 self.parts.append(Part(kind, name))
-            self.parts[-1].pieces.append(delta.arguments if kind is ToolCallDelta else delta.text)
+            self.parts[-1].text += delta.arguments if kind is ToolCallDelta else delta.text
             if kind is TextDelta:
                 shown, self.unshown = logprob_list(self.unshown), []
                 self.parts[-1].logprobs += shown
