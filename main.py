@@ -4785,10 +4785,6 @@ def shown_part(kind: str, text: str, logprobs: Sequence[Item] = ()) -> Item:
     return part | {"annotations": [], "logprobs": list(logprobs)} if kind == "output_text" else part
 
 
-def joined_text(parts: str | Sequence[Item]) -> str:
-    return said_by(parts, "")[0]
-
-
 def said_by(parts: str | Sequence[Item], where: str) -> tuple[str, tuple[MediaSource, ...]]:
     """What a content says: its text, in which marks stand for its media. Two texts are two lines. `{n}` in `where` is
     the part's number."""
@@ -5169,26 +5165,24 @@ def response_messages(items: Iterable[Item], instructions: Iterable[str],
         said[-1] = dataclasses.replace(said[-1], **{key: value})
 
     for item in items:
-        place = places.get(item["id"])
-        where = f"{place}.{'output' if 'output' in item else 'content'}[{{n}}]" if place else "input"
+        place, key = places.get(item["id"]), "output" if "output" in item else "content"
+        text, media = said_by(item.get(key) or item.get("summary", ""), f"{place}.{key}[{{n}}]" if place else "input")
         match item:
-            case {"type": "message", "role": "assistant", "content": content}:
-                add("content", joined_text(content), "content", "tool_calls")
-            case {"type": "message", "role": "user", "content": content}:
-                text, media = said_by(content, where)
+            case {"type": "message", "role": "assistant"}:
+                add("content", text, "content", "tool_calls")
+            case {"type": "message", "role": "user"}:
                 said.append(Message("user", text, media=media))
-            case {"type": "message", "content": content}:
-                system.append(joined_text(content))
-            case {"type": "reasoning"} if thought := joined_text(item["content"] or item["summary"]):
-                add("reasoning", thought, "reasoning", "content", "tool_calls")
+            case {"type": "message"}:
+                system.append(text)
+            case {"type": "reasoning"} if text:
+                add("reasoning", text, "reasoning", "content", "tool_calls")
             case {"type": "function_call", "call_id": id, "name": name, "arguments": arguments}:
                 # One that was cut before it ends as JSON was never made: nobody can have answered it.
                 with contextlib.suppress(ValueError):
                     whole = arguments or ("" if item["status"] == "incomplete" else "{}")
                     add("tool_calls", function_call(id, name, from_json(whole)))
                     names[id] = name
-            case {"type": "function_call_output", "call_id": id, "output": output}:
-                text, media = said_by(output, where)
+            case {"type": "function_call_output", "call_id": id}:
                 said.append(Message("tool", text, names.get(id), (), id, None, media))
     front = "\n\n".join(filter(None, system))
     return (Message("system", front), *said) if front else tuple(said)
