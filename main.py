@@ -5702,11 +5702,6 @@ class Server:
         self._loop.call_later(LAST_WORDS_SECONDS, os._exit, EXIT_DEVICE_LOST)
 
     @property
-    def is_stuck(self) -> bool:
-        began = self._engine.busy_since if self._engine else None
-        return began is not None and time.monotonic() - began > self.settings.step_timeout_seconds
-
-    @property
     def running(self) -> int:
         return sum(g.session.status == "in_progress" for g in self._generations.values())
 
@@ -5725,8 +5720,10 @@ class Server:
     @property
     def readiness(self) -> dict[str, Any]:
         """What `/ready` says."""
+        began = self._engine.busy_since if self._engine else None
+        is_stuck = began is not None and time.monotonic() - began > self.settings.step_timeout_seconds
         return {
-            "status": "stopping" if self.draining else "stuck" if self.is_stuck else self.model_status,
+            "status": "stopping" if self.draining else "stuck" if is_stuck else self.model_status,
             "model": self.settings.served_id,
             "progress": dataclasses.asdict(self.progress) if self.progress else None,
             "error": self._loading.exception().body["error"] if self.model_status == "failed" else None,
