@@ -6743,8 +6743,7 @@ def signals_reach(drain: Callable[[], None], seconds: float) -> Iterator[None]:
         before(number, frame)
 
     with undo:
-        names = ("SIGINT", "SIGTERM", "SIGBREAK") if threading.current_thread() is threading.main_thread() else ()
-        for number in [getattr(signal, name) for name in names if hasattr(signal, name)]:
+        for number in uvicorn.server.HANDLED_SIGNALS if threading.current_thread() is threading.main_thread() else ():
             if callable(before := signal.getsignal(number)):
                 signal.signal(number, functools.partial(handle, before))
                 undo.callback(signal.signal, number, before)
