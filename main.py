@@ -879,7 +879,7 @@ class Started:
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:  # of the model's own distribution, before penalties, temperature and filters
     text: str
-    bytes: bytes
+    bytes: pydantic.Base64UrlBytes
     logprob: float
     top: tuple[TokenLogprob, ...] = ()  # the likeliest tokens at its place
 
@@ -4879,38 +4879,30 @@ class Said:  # by one choice so far
             yield delta, shown
 
 
-SPELLED = {kind.__name__: kind for kind in (Queued, Started, Finished, TextDelta, ReasoningDelta, ToolCallDelta)}
-ACCEPTED = pydantic.TypeAdapter(Accepted)
+KINDS = {kind.__name__: kind for kind in {*get_args(Event | Delta), TokenLogprob} - {Failed}}  # which is never kept
+adapter_of = functools.cache(pydantic.TypeAdapter)
 
 
-def event_row(event: Event) -> list[Any]:
+def event_row(event: Event) -> str:
     """An event as JSON, as it is kept behind its frames."""
-    def spelled(value: Any) -> list[Any]:
-        return [type(value).__name__, *(getattr(value, name) for name in value.__slots__)]
-
-    def logprob_row(item: TokenLogprob) -> list[Any]:
-        return [item.text, item.bytes.hex(), item.logprob, [logprob_row(other) for other in item.top]]
+    def named(value: Any) -> Any:
+        return value and [type(value).__name__, value]
 
     match event:
         case Produced(token, deltas, n, logprob, part):
-            return [token, n, part.__name__, [spelled(delta) for delta in deltas], logprob and logprob_row(logprob)]
-        case Accepted():
-            return ["Accepted", ACCEPTED.dump_python(event, mode="json")]
-    return spelled(event)
+            row = [token, n, part.__name__, [*map(named, deltas)], named(logprob)]
+        case _:
+            row = named(event)
+    return to_json(row, bytes_mode="base64").decode()
 
 
-def event_of(row: Sequence[Any]) -> Event:
-    """The event that `event_row` made a row of."""
-    def logprob_of(text: str, data: str, value: float, top: Sequence[Any]) -> TokenLogprob:
-        return TokenLogprob(text, bytes.fromhex(data), value, tuple(logprob_of(*other) for other in top))
-
+def event_of(row: Sequence[Any]) -> Any:
+    """The event that `event_row` made a row of, or a value within one."""
     match row:
         case [int(token), n, part, deltas, logprob]:
-            return Produced(token, tuple(SPELLED[kind](*fields) for kind, *fields in deltas), n,
-                            logprob and logprob_of(*logprob), SPELLED[part])
-        case ["Accepted", fields]:
-            return ACCEPTED.validate_python(fields)
-    return SPELLED[row[0]](*row[1:])
+            return Produced(token, tuple(map(event_of, deltas)), n, logprob and event_of(logprob), KINDS[part])
+    kind, fields = row
+    return adapter_of(KINDS[kind]).validate_python(fields)
 
 
 class Reply:
@@ -5978,7 +5970,7 @@ class Server:
         if session.id not in self._generations:
             return
         try:
-            row = to_json(event_row(event)).decode() if generation.kept and not isinstance(event, Failed) else ""
+            row = event_row(event) if generation.kept and not isinstance(event, Failed) else ""
             frames = reply.frames(event)
         except Exception:
             log.exception("session %s: its frames could not be made", session.id)

@@ -631,6 +631,7 @@ def test_without_a_model_an_answer_that_would_go_on_ends_with_the_reason(second_
     ("UPDATE requests SET request = '{'", {}), ("UPDATE requests SET request = '{}'", {}),
     ("UPDATE frames SET events = '[[1' WHERE idx = 6", {}), ("UPDATE frames SET events = '[]' WHERE idx = 6", {}),
     ("UPDATE frames SET events = '[[\"Other\"]]' WHERE idx = 6", {}), ("DELETE FROM frames WHERE idx = 5", {}),
+    ("UPDATE frames SET events = '[[\"Failed\", {}]]' WHERE idx = 6", {}),
     ("UPDATE sessions SET kind = 'other'", {})], ids=str)
 def test_what_cannot_go_on_ends_honestly_and_the_server_starts(second_life, response, tmp_path, change, values):
     http = second_life(ScriptedModel(*WORDS), change, **values)
@@ -713,7 +714,7 @@ SAMPLING = main.Sampling(
     main.Produced(9, (main.ReasoningDelta("x"), main.ToolCallDelta("f"), main.ToolCallDelta(None, "{")), 0, None,
                   main.ToolCallDelta)], ids=lambda event: type(event).__name__)
 def test_an_event_comes_back_from_disk_as_it_was(event):
-    assert main.event_of(json.loads(json.dumps(main.event_row(event)))) == event
+    assert main.event_of(json.loads(main.event_row(event))) == event
 
 
 def test_media_are_kept_as_they_were_fetched_within_bounds():
