@@ -5302,8 +5302,7 @@ class ResponseReply(Reply):
         id = f"{ITEM_PREFIXES[kind]}_{self.id.removeprefix(self.prefix)}_{n}"
         item = {"id": id, "type": kind, "status": status}
         if part.kind is ToolCallDelta:
-            at = sum(before.kind is ToolCallDelta for before in self._parts[:n])
-            return item | {"call_id": self.call_id(0, at), "name": part.name, "arguments": part.text}
+            return item | {"call_id": self.call_id(0, n), "name": part.name, "arguments": part.text}
         item |= {"role": "assistant"} if part.kind is TextDelta else {"summary": []}
         return item | {"content": [shown_part(shown, part.text, part.logprobs)]}
 
