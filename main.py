@@ -5351,6 +5351,7 @@ def broken_off(kind: str, error: ApiError, index: int, result: Item | None) -> t
 # somebody who cancels, all pass through `_produce`. Readers are only counted.
 # ==============================================================================
 Load = Callable[[Settings, Report], Model]
+Seen = tuple[str, tuple[Media, ...]]  # what comes of a source: what stands for it in its message, and media
 EXIT_DEVICE_LOST, LAST_WORDS_SECONDS = 75, 2.0  # EX_TEMPFAIL; for readers and the disk
 MAX_FETCHING = 16  # requests at once
 TURN_SECONDS = 0.002  # of the loop's time in one go for what the engine tells
@@ -5879,9 +5880,9 @@ class Server:
         if keep and keep[0].kept and not is_here:
             packed = await self._loop.run_in_executor(self._media_pool, lambda: keep[1].with_data(data).packed())
             self.store.update(keep[0].session, "request", packed or keep[1].packed())
-        texts = await self._read_files(model, sources, data)
+        found = await self._read_files(model, sources, data)
         async with self._looking:  # what is decoded takes much memory
-            chat = await self._perceived(model, chat, sources, data, texts)
+            chat = await self._perceived(model, chat, sources, data, found)
             return await self._loop.run_in_executor(self._media_pool, fitted, model, chat, room)
 
     def _check_media(self, model: Model, sources: Sequence[MediaSource]) -> None:
@@ -5903,10 +5904,10 @@ class Server:
             raise bad_media(sources[len(data)].where, "the media of this request take too long to fetch") from None
         return data
 
-    async def _read_files(self, model: Model, sources: list[MediaSource], data: list[bytes]) -> dict[str, str]:
+    async def _read_files(self, model: Model, sources: list[MediaSource], data: list[bytes]) -> dict[str, Seen]:
         """The texts of a request's files, by their marks; what proves to be a picture, a film or a sound becomes one.
         Reading may take long and holds up nobody who looks."""
-        found = dict[str, str]()
+        found = dict[str, Seen]()
         for n, source in enumerate(sources):
             if source.kind == "file":
                 kind = await self._loop.run_in_executor(self._media_pool, kind_of, data[n])
@@ -5918,19 +5919,20 @@ class Server:
                 try:
                     async with asyncio.timeout(MAX_PDF_SECONDS):
                         for source, content in files:
-                            found[source.mark] = await file_text(content, source.where)
+                            found[source.mark] = f"\n{await file_text(content, source.where)}\n", ()
                 except TimeoutError:
                     raise bad_media(source.where, "this takes too long to read; send its text") from None
         return found
 
     async def _perceived(self, model: Model, chat: Chat, sources: Sequence[MediaSource], data: Sequence[bytes],
-                         texts: Mapping[str, str]) -> Chat:
+                         found: dict[str, Seen]) -> Chat:
         """The chat with its media decoded, one after the other: what they may take is bounded in all."""
-        found, held = dict[str, tuple[Media, ...] | str](texts), sum(map(len, texts.values()))
+        held = sum(len(text) for text, _ in found.values())
         for source, content in zip(sources, data, strict=True):
             if source.mark not in found:
-                seen = found[source.mark] = await self._loop.run_in_executor(
+                seen = await self._loop.run_in_executor(
                     self._media_pool, perceive, source, content, model.audio_rate, self.settings)
+                found[source.mark] = "".join(item.mark for item in seen), seen
                 held += sum(item.size for item in seen)
             if held > MAX_SEEN_BYTES:
                 raise bad_media(source.where, "the media of this request are too large together")
@@ -6127,16 +6129,13 @@ def _characters(value: Any) -> int:
     return sum(map(len, texts))
 
 
-def _with_found(message: Message, found: Mapping[str, tuple[Media, ...] | str]) -> Message:
+def _with_found(message: Message, found: Mapping[str, Seen]) -> Message:
     """A message whose sources have become media, or text where files were texts."""
-    content, media = message.content, []
+    content, media = message.content, ()
     for source in message.media:
-        if isinstance(seen := found[source.mark], str):
-            content = content.replace(source.mark, f"\n{seen}\n")
-        else:
-            content = content.replace(source.mark, "".join(item.mark for item in seen))
-            media += seen
-    return dataclasses.replace(message, content=content, media=tuple(media))
+        text, seen = found[source.mark]
+        content, media = content.replace(source.mark, text), media + seen
+    return dataclasses.replace(message, content=content, media=media)
 
 
 def fitted(model: Model, chat: Chat, room: int) -> tuple[Prompt, int]:
