@@ -48,7 +48,7 @@ SERVING = [sys.executable, "-m", "transformers.cli.transformers", "serve", "{mod
 PEERS = {"serve": (SERVE, SERVING), "serve-cb": (BATCHING, [*SERVING, "--continuous-batching"])}
 LLAMA_SERVING = [sys.executable, "-m", "llama_cpp.server", "--model", "{model}", *AT, "--n_ctx", "8192",
                  "--interrupt_requests", "false", "--n_threads", "{threads}", "--n_threads_batch", "{threads}"]
-START_SECONDS, CALM_SECONDS, CALM_IN_A_ROW = 300, 600, 8  # a compiler's own processes come and go
+START_SECONDS, CALM_SECONDS = 300, 600
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,10 @@ class Sizes:
     streams: int = 64  # of the scripted model
     words: int = 2000  # in each of these
     pictures: bool = True
+    calm: int = 8  # seconds that a server must be idle for before it is measured: a compiler's processes come and go
 
 
-QUICK = Sizes(1, (1, 2), 8, 100, 200, 1, 8, 50, pictures=False)
+QUICK = Sizes(1, (1, 2), 8, 100, 200, 1, 8, 50, pictures=False, calm=1)
 
 
 class Server:
@@ -107,10 +108,10 @@ class Server:
         finally:
             self._each("suspend")
 
-    def calm(self) -> None:
-        """Wait until it is idle: some compile behind their own back."""
+    def calm(self, seconds: int) -> None:
+        """Wait until it has been idle for so long: some compile behind their own back."""
         deadline, before, calm = time.monotonic() + CALM_SECONDS, 0.0, 0
-        while calm < CALM_IN_A_ROW and time.monotonic() < deadline:
+        while calm < seconds and time.monotonic() < deadline:
             time.sleep(1)
             now = sum(times.user + times.system for times in self._each("cpu_times"))
             before, calm = now, calm + 1 if now - before < 0.1 else 0
@@ -186,7 +187,7 @@ class Run:
             with server.awake():
                 for load in warm:
                     asyncio.run(asyncio.wait_for(load(server), loads.LOAD_SECONDS))
-                    server.calm()
+                    server.calm(self.sizes.calm)
             return server
         except Exception as fault:  # here and below: whatever happens to a server becomes a sentence
             self.notes.append(f"{name}: {str(fault) or type(fault).__name__}.")
