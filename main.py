@@ -1035,8 +1035,8 @@ def check_counts(sources: Sequence[MediaSource], settings: Settings) -> None:
     bounds = {"image": settings.max_images, "video": settings.max_videos, "audio": settings.max_audios}
     bounds["file"] = sum(bounds.values())
     for kind, most in bounds.items():
-        if beyond := [source for source in sources if source.kind == kind][most:]:
-            raise bad_media(beyond[0].where, f"a request may have {most} parts of this kind")
+        if over := [source for source in sources if source.kind == kind][most:]:
+            raise bad_media(over[0].where, f"a request may have {most} parts of this kind")
 
 
 # -- Fetching ----------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class Answer:
     """A stream as it came. It is looked into when all streams have ended: a client that parses has a share in what is
     measured, and the larger one the faster the server is."""
 
-    pieces: list[tuple[float, bytes]] = field(default_factory=list)  # the first is empty: when it was asked for
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)  # with two empty ones: its request and its end
 
     @functools.cached_property
     def events(self) -> list[tuple[float, dict]]:
@@ -50,7 +50,8 @@ class Answer:
             connection.receive_data(data)
             while isinstance(part := connection.next_event(), h11.Response | h11.Data):
                 if isinstance(part, h11.Response) and part.status_code != 200:
-                    raise Lacking(f"it answered {part.status_code}: {self.pieces[-1][1][-300:]!r}")
+                    words = b"".join(data for _, data in self.pieces)[-300:]
+                    raise Lacking(f"it answered {part.status_code}: {words!r}")
                 *lines, text = (text + (part.data if isinstance(part, h11.Data) else b"")).split(b"\n")
                 said = (line[5:] for line in lines if line.startswith(b"data:") and b"[DONE]" not in line[:14])
                 events += [(moment, json.loads(line)) for line in said]
@@ -115,7 +116,9 @@ async def ask(server: Server, path: str = "chat/completions", **body) -> Answer:
     answer = Answer([(time.perf_counter(), b"")])
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(posted(path, body))
-    while data := await reader.read(65536):
+    data = None
+    while data != b"":
+        data = await reader.read(65536)
         answer.pieces.append((time.perf_counter(), data))
     writer.close()
     return answer

@@ -1,10 +1,13 @@
 """The benchmark works: a tiny round of it, with a peer that does not start. Nothing here says how fast anything is."""
+import contextlib
 import json
 import os
 import subprocess
 import sys
 
 import bench
+import h11
+import loads
 import pytest
 from conftest import ROOT
 
@@ -43,6 +46,16 @@ def test_what_does_not_start_is_a_dash_and_a_sentence(written):
     assert "broken: did not start: I am broken." in notes
     assert f"{bench.OURS}, NO_SUCH=1: this version has no setting NO_SUCH." in notes
     assert {cell for row in rows(written, "broken") for cell in row} == {"-"}
+
+
+@pytest.mark.parametrize("end, broken", [(b"0\r\n\r\n", False), (b"", True), (b"5\r\nda", True)])
+def test_a_stream_that_breaks_off_is_no_answer(end, broken):
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    event = b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n'
+    came = [b"", head, b"%x\r\n%s\r\n" % (len(event), event), *filter(None, [end]), b""]
+    answer = loads.Answer([*enumerate(came)])
+    with pytest.raises(h11.RemoteProtocolError) if broken else contextlib.nullcontext():
+        assert answer.text == "hi" and answer.first == 2000
 
 
 def test_medians_are_those_of_the_rounds():
